@@ -1,0 +1,76 @@
+"""nbgrader's configuration. Run every ``nbgrader …`` command from this folder.
+
+All folders hang off the root of the course: ``solutions/`` and ``course/`` are committed, and
+whatever grading makes goes to ``build/``. The environment variable LAUNCHLAB_ROOT points all of
+it at another course (the tests do that), LAUNCHLAB_BUILD at another place for what grading makes.
+"""
+
+import os
+import sys
+
+from nbgrader import preprocessors as steps
+from nbconvert.preprocessors import ClearMetadataPreprocessor, CSSHTMLHeaderPreprocessor, TagRemovePreprocessor
+
+from launchlab.course.stubs import StubSolutions
+from launchlab.paths import BUILD, ROOT
+
+c = get_config()  # noqa: F821 (nbgrader puts it there)
+
+# nbgrader starts alembic by name to make its gradebook: found also where the environment is not activated.
+os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+
+# --- the course -----------------------------------------------------------------------------
+BUILD.mkdir(parents=True, exist_ok=True)
+c.NbGrader.logfile = str(BUILD / "nbgrader.log")
+c.CourseDirectory.course_id = "launchlab"
+c.CourseDirectory.root = str(ROOT)
+c.CourseDirectory.source_directory = "solutions"
+c.CourseDirectory.release_directory = "course"
+c.CourseDirectory.submitted_directory = str(BUILD / "submitted")
+c.CourseDirectory.autograded_directory = str(BUILD / "autograded")
+c.CourseDirectory.feedback_directory = str(BUILD / "feedback")
+c.CourseDirectory.db_url = f"sqlite:///{BUILD / 'gradebook.db'}"
+# Replaces nbgrader's list, so its four entries are repeated; the rest must not reach a release.
+c.CourseDirectory.ignore = [".ipynb_checkpoints", "*.pyc", "__pycache__", "feedback", "*.py", ".*"]
+
+# --- solution notebook -> release -------------------------------------------------------------
+c.TagRemovePreprocessor.enabled = True
+c.TagRemovePreprocessor.remove_cell_tags = {"instructor"}
+c.LockCells.lock_readonly_cells = False  # learners may play with the given cells
+c.GenerateAssignment.preprocessors = [
+    TagRemovePreprocessor,
+    steps.LockCells,
+    StubSolutions,
+    steps.ClearOutput,
+    steps.CheckCellMetadata,
+    steps.ComputeChecksums,
+    steps.SaveCells,  # into the gradebook, hidden tests included
+    steps.ClearHiddenTests,
+    steps.ComputeChecksums,
+    steps.CheckCellMetadata,
+]
+
+# --- submission -> marks: the plug-ins of launchlab.grading -----------------------------------
+c.Autograde.exporter_class = "launchlab.grading.intake.IntakeExporter"
+c.Autograde.sanitize_preprocessors = [
+    steps.ClearOutput,
+    steps.DeduplicateIds,
+    steps.OverwriteKernelspec,
+    steps.OverwriteCells,
+    steps.CheckCellMetadata,
+]
+c.Autograde.autograde_preprocessors = [
+    "launchlab.grading.sealed.SealedExecute",  # in place of Execute
+    ClearMetadataPreprocessor,
+    steps.LimitOutput,
+    "launchlab.grading.save.SaveVerdicts",  # in place of SaveAutoGrades
+    steps.AssignLatePenalties,
+    steps.CheckCellMetadata,
+]
+
+# --- marks -> feedback ------------------------------------------------------------------------
+c.GenerateFeedback.preprocessors = [
+    "launchlab.grading.feedback.RedactHidden",
+    steps.GetGrades,
+    CSSHTMLHeaderPreprocessor,
+]

@@ -1,0 +1,143 @@
+"""The command line. Each command imports what it needs when it runs, so that `--help` comes at once."""
+
+import argparse
+import difflib
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from launchlab import manifest, paths
+
+_EPILOG = """\
+首次运行 ./grader/launch 会建立虚拟环境 grader/.venv（virtual environment），以后直接启动。环境变量：
+  LAUNCHLAB_PYTHON=/path/to/python   不建虚拟环境，直接用这个装好全部包的解释器（没有网络时，或用 conda 时）
+  LAUNCHLAB_CUDA=12|13|none          指定安装哪一套 GPU 包，默认由驱动版本决定
+  LAUNCHLAB_ROOT=/path/to/repo       课程仓库的位置，默认由程序自己找到
+
+教师在 grader/ 里可以直接用 nbgrader（先 source .venv/bin/activate），例如 nbgrader autograde 03_cuda_graph_concepts。
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with its own words in Chinese."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(add_help=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self._positionals.title, self._optionals.title = "参数", "选项"
+        self.add_argument("-h", "--help", action="help", help="显示这份说明")
+
+    def format_usage(self) -> str:
+        return super().format_usage().replace("usage:", "用法：", 1)
+
+    def format_help(self) -> str:
+        return super().format_help().replace("usage:", "用法：", 1)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"✗ 命令不完整或有多余的部分（{message}）。\n{self.format_usage()}")
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command with its arguments; return the exit status. Errors of use end in SystemExit(2)."""
+    parser, commands = _parser()
+    if not arguments:
+        parser.print_help()
+        return 0
+    if not arguments[0].startswith("-") and arguments[0] not in commands:
+        near = difflib.get_close_matches(arguments[0], commands, n=1)
+        hint = f"你要找的是不是 {near[0]}？" if near else f"可用的命令：{'、'.join(commands)}。"
+        print(f"✗ 没有名为“{arguments[0]}”的命令。{hint}", file=sys.stderr)
+        return 2
+    chosen, rest = parser.parse_known_args(arguments)
+    if rest and not chosen.passes_on:
+        commands[arguments[0]].error(" ".join(rest))
+    try:
+        return chosen.command(chosen, rest)
+    except (manifest.UnknownChapter, manifest.ManifestError) as error:
+        print(f"✗ {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> tuple[_Parser, dict[str, _Parser]]:
+    parser = _Parser(
+        prog="launchlab",
+        description="《CUDA 图优化与 TensorRT 动态形状》：学习、自测、评分与编写（LaunchLab）。",
+        epilog=_EPILOG,
+    )
+    group = parser.add_subparsers(title="命令", metavar="命令")
+    commands: dict[str, _Parser] = {}
+
+    def add(name: str, command: Callable[..., int], text: str, passes_on: str = "") -> _Parser:
+        usage = f"launchlab {name} {passes_on}" if passes_on else None
+        commands[name] = group.add_parser(name, help=text, description=text, usage=usage)
+        commands[name].set_defaults(command=command, passes_on=bool(passes_on))
+        return commands[name]
+
+    add("lab", _lab, "在 JupyterLab 里打开课程", "[JupyterLab 的选项，如 --no-browser --port 8890]")
+    check = add("check", _check, "给自己的笔记本评分并讲解（用本机的 GPU）")
+    check.add_argument("chapter", metavar="章节", help="编号或名称，如 3 或 03_cuda_graph_concepts")
+    check.add_argument("notebook", metavar="笔记本", nargs="?", type=Path, help="要评的 .ipynb，默认是 course/ 里的那一份")
+    doctor = add("doctor", _doctor, "检查这台机器：有什么、缺什么、能运行哪些章节")
+    doctor.add_argument("--json", action="store_true", help="输出 JSON，供程序读取")
+    add("demo", _demo, "给一个示例班级评分，看看评分器怎样工作")
+    grade = add("grade", _grade, "给一章的全部提交评分（nbgrader autograde）", "章节 [nbgrader autograde 的选项]")
+    grade.add_argument("chapter", metavar="章节", help="编号或名称")
+    build = add("build", _build, "由源文件生成解答、发布版与 README 的章节表")
+    build.add_argument("chapters", metavar="章节", nargs="*", help="编号或名称，默认是全部已完成的章节")
+    build.add_argument("--check", action="store_true", help="只检查，不写文件；有出入时退出码为 1")
+    record = add("record", _record, "在真实 GPU 上录制章节的输出与回执（receipt）")
+    record.add_argument("chapters", metavar="章节", nargs="+", help="编号或名称")
+    add("test", _test, "运行全部检查与测试（ruff、typos、pytest）", "[pytest 的选项]")
+    return parser, commands
+
+
+def _lab(_: argparse.Namespace, rest: list[str]) -> int:
+    from launchlab import jupyter
+
+    return jupyter.main(rest)
+
+
+def _check(chosen: argparse.Namespace, _: list[str]) -> int:
+    name = manifest.chapter(chosen.chapter).name
+    from launchlab.grading import learner
+
+    return learner.main(name, chosen.notebook)
+
+
+def _doctor(chosen: argparse.Namespace, _: list[str]) -> int:
+    from launchlab import doctor
+
+    return doctor.main(chosen.json)
+
+
+def _demo(_: argparse.Namespace, __: list[str]) -> int:
+    from launchlab import demo
+
+    return demo.main()
+
+
+def _grade(chosen: argparse.Namespace, rest: list[str]) -> int:
+    command = [sys.executable, "-m", "nbgrader", "autograde", manifest.chapter(chosen.chapter).name, *rest]
+    return subprocess.call(command, cwd=paths.GRADER)
+
+
+def _build(chosen: argparse.Namespace, _: list[str]) -> int:
+    names = [manifest.chapter(name).name for name in chosen.chapters]
+    from launchlab import readme
+    from launchlab.course import build
+
+    return build.main(names, chosen.check) | readme.main(chosen.check)
+
+
+def _record(chosen: argparse.Namespace, _: list[str]) -> int:
+    names = [manifest.chapter(name).name for name in chosen.chapters]
+    from launchlab.course import record
+
+    return record.main(names)
+
+
+def _test(_: argparse.Namespace, rest: list[str]) -> int:
+    from launchlab import suite
+
+    return suite.main(rest)

@@ -1,0 +1,155 @@
+"""What a chapter must be before it is built: each rule names the cell that breaks it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import symtable
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from nbformat import NotebookNode
+from nbgrader.utils import is_grade, is_solution
+
+from launchlab.course.source import label, tags
+
+HINT = re.compile(r"<details>\s*<summary>(.*?)</summary>(.*?)</details>", re.DOTALL)
+HIDDEN = re.compile(r"### BEGIN HIDDEN TESTS\n(.*?)### END HIDDEN TESTS", re.DOTALL)
+FENCE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
+HEADING = re.compile(r"^(#{1,6})\s+\S", re.MULTILINE)
+
+
+@dataclass
+class Exercise:
+    """Solution cells and the test cells that follow; ``hint`` is the cell right before them."""
+
+    name: str
+    hint: NotebookNode | None
+    tests: list[NotebookNode] = field(default_factory=list)
+
+
+def problems(nb: NotebookNode, points: float) -> list[str]:
+    """All that is wrong with a parsed chapter worth ``points``, in Chinese; empty when nothing is."""
+    rules = (_names, _exercises, _hidden_tests, _demo_names, _headings)
+    return [problem for rule in rules for problem in rule(nb)] + list(_points(nb, points))
+
+
+def exercises(nb: NotebookNode) -> list[Exercise]:
+    """The chapter's exercises, in order. Test cells before any solution cell belong to none."""
+    found: list[Exercise] = []
+    before = None
+    for cell in nb.cells:
+        if is_solution(cell) and (not found or found[-1].tests):
+            found.append(Exercise(cell.metadata.nbgrader.grade_id, before))
+        elif is_grade(cell) and found:
+            found[-1].tests.append(cell)
+        if "instructor" not in tags(cell):
+            before = cell
+    return found
+
+
+def _names(nb: NotebookNode) -> Iterator[str]:
+    names = Counter(cell.metadata.nbgrader.grade_id for cell in nb.cells if is_solution(cell) or is_grade(cell))
+    for name, times in names.items():
+        if times > 1:
+            yield f"练习名 {name} 用了 {times} 次：每个解答格、测试格的名字在一章里只能出现一次"
+
+
+def _exercises(nb: NotebookNode) -> Iterator[str]:
+    found = exercises(nb)
+    tested = {test.id for exercise in found for test in exercise.tests}
+    for number, cell in enumerate(nb.cells, 1):
+        if is_grade(cell) and cell.id not in tested:
+            yield f"{label(cell, number)}：测试格前面没有解答格"
+    for exercise in found:
+        if not exercise.tests:
+            yield f"练习 {exercise.name}：解答格后面没有测试格"
+        yield from (f"练习 {exercise.name}：{problem}" for problem in _hint(exercise.hint))
+
+
+def _hint(cell: NotebookNode | None) -> Iterator[str]:
+    layers = HINT.findall(cell.source) if cell is not None and cell.cell_type == "markdown" else []
+    if len(layers) != 2 or cell.source.count("<details") != 2:
+        yield "解答格的前一格要是文字格，里面正好两层提示，各是 <details><summary>…</summary> … </details>：先点拨，再给 API"
+    for layer, (summary, body) in enumerate(layers, 1):
+        if not summary.strip() or not body.strip():
+            yield f"第 {layer} 层提示是空的"
+
+
+def _hidden_tests(nb: NotebookNode) -> Iterator[str]:
+    for number, cell in enumerate(nb.cells, 1):
+        regions = HIDDEN.findall(cell.source)
+        marks = cell.source.count("BEGIN HIDDEN TESTS") + cell.source.count("END HIDDEN TESTS")
+        if is_grade(cell):
+            if len(regions) * 2 != marks or not regions:
+                yield f"{label(cell, number)}：要有 ### BEGIN HIDDEN TESTS … ### END HIDDEN TESTS，各占一行，一一对应"
+            elif not any(_does_something(region) for region in regions):
+                yield f"{label(cell, number)}：隐藏测试是空的"
+        elif marks:
+            yield f"{label(cell, number)}：只有测试格能有隐藏测试"
+        if "BEGIN SOLUTION" in cell.source and not is_solution(cell):
+            yield f"{label(cell, number)}：只有解答格能有 BEGIN SOLUTION"
+
+
+def _does_something(region: str) -> bool:
+    return any(line.strip() and not line.strip().startswith("#") for line in region.split("\n"))
+
+
+def _demo_names(nb: NotebookNode) -> Iterator[str]:
+    """The exam skips demo cells: what it does run must not need a name that only they define."""
+    code = [(number, cell) for number, cell in enumerate(nb.cells, 1) if cell.cell_type == "code"]
+    names = {}
+    for number, cell in code:
+        try:
+            names[number] = _Names(cell.source)
+        except SyntaxError as error:
+            yield f"{label(cell, number)}：不是合法的 Python（第 {error.lineno} 行：{error.msg}）；课程里不用魔法命令"
+            return
+    given = set().union(*(names[number].defined for number, cell in code if "demo" not in tags(cell)))
+    demo = set().union(*(names[number].defined for number, cell in code if "demo" in tags(cell)))
+    for number, cell in code:
+        if "demo" not in tags(cell):
+            for name in sorted(names[number].used & (demo - given)):
+                yield f"{label(cell, number)}：用到的 {name} 只在 demo 格里定义，考试时不会运行那些格"
+
+
+class _Names:
+    """The global names that one cell's code defines, and those it uses (also as ``student.NAME``)."""
+
+    def __init__(self, source: str):
+        top = symtable.symtable(source, "<cell>", "exec")
+        self.defined = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
+        self.used = {s.get_name() for s in top.get_symbols() if s.is_referenced()}
+        inner = list(top.get_children())
+        while inner:
+            table = inner.pop()
+            inner += table.get_children()
+            self.used |= {s.get_name() for s in table.get_symbols() if s.is_global() and s.is_referenced()}
+            self.defined |= {s.get_name() for s in table.get_symbols() if s.is_declared_global() and s.is_assigned()}
+        for node in ast.walk(ast.parse(source)):
+            match node:
+                case ast.Call(func=ast.Attribute(ast.Name("student" | "reference"), "value"), args=[ast.Constant(str(name))]):
+                    self.used.add(name)
+                case ast.Attribute(ast.Name("student" | "reference"), name):
+                    self.used.add(name)
+
+
+def _headings(nb: NotebookNode) -> Iterator[str]:
+    level, titles = 0, 0
+    for number, cell in enumerate(nb.cells, 1):
+        if cell.cell_type != "markdown" or "instructor" in tags(cell):
+            continue
+        for marks in HEADING.findall(FENCE.sub("", cell.source)):
+            titles += len(marks) == 1
+            if len(marks) > level + 1:
+                yield f"{label(cell, number)}：标题从 {level} 级跳到了 {len(marks)} 级"
+            level = len(marks)
+    if titles != 1:
+        yield f"一章正好要有一个一级标题（# …），现在有 {titles} 个"
+
+
+def _points(nb: NotebookNode, points: float) -> Iterator[str]:
+    total = sum(cell.metadata.nbgrader.points for cell in nb.cells if is_grade(cell))
+    if total != points:
+        yield f"测试格的分数合计 {total}，chapters.toml 里写的是 {points}"

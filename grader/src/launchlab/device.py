@@ -1,0 +1,74 @@
+"""What GPU this machine has, asked of the driver itself: no CuPy, no CUDA context, no device memory."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """GPU 0 as CUDA numbers it.
+
+    driver: the driver's version ("580.65.06"); cuda: the newest CUDA that it speaks, (major, minor);
+    compute_capability: (major, minor); memory: total device memory, bytes.
+    """
+
+    name: str
+    driver: str
+    cuda: tuple[int, int]
+    compute_capability: tuple[int, int]
+    memory: int
+
+
+def has_gpu() -> bool:
+    """Whether CUDA can use a GPU here."""
+    return gpu() is not None
+
+
+@cache
+def gpu() -> Gpu | None:
+    """GPU 0, or None without a driver or a visible device. Asked once per process."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    number, device = ctypes.c_int(), ctypes.c_int()
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(number)) or not number.value:
+        return None
+    if cuda.cuDeviceGet(ctypes.byref(device), 0):
+        return None
+    name, memory, version = ctypes.create_string_buffer(256), ctypes.c_size_t(), ctypes.c_int()
+    cuda.cuDeviceGetName(name, len(name), device)
+    cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+    cuda.cuDriverGetVersion(ctypes.byref(version))
+
+    def attribute(which: int) -> int:
+        value = ctypes.c_int()
+        cuda.cuDeviceGetAttribute(ctypes.byref(value), which, device)
+        return value.value
+
+    spoken = (version.value // 1000, version.value % 1000 // 10)
+    return Gpu(
+        name=name.value.decode(),
+        driver=_driver() or f"CUDA {spoken[0]}.{spoken[1]}",
+        cuda=spoken,
+        compute_capability=(attribute(_CAPABILITY_MAJOR), attribute(_CAPABILITY_MINOR)),
+        memory=memory.value,
+    )
+
+
+def _driver() -> str:
+    """The driver's version from NVML, which CUDA's own library does not tell; "" without NVML."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return ""
+    version = ctypes.create_string_buffer(96)
+    if nvml.nvmlInit_v2() or nvml.nvmlSystemGetDriverVersion(version, len(version)):
+        return ""
+    nvml.nvmlShutdown()
+    return version.value.decode()

@@ -1,0 +1,185 @@
+"""The checks of a test cell. Each leaves a record from which its verdict can be recomputed.
+
+The first failing check decides; points are given on positive proof only. Texts are for the
+learner: what happened, why, what to try, and never a hidden input.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable
+
+import numpy as np
+
+from launchlab.exam import judge, timing
+from launchlab.exam.agent import NotAGraph
+from launchlab.exam.memory import Buffer
+from launchlab.exam.party import PartyError
+from launchlab.exam.remote import Handle
+
+NODE_KINDS = {
+    "kernels": "Kernel", "memcpys": "Memcpy", "memsets": "Memset", "hosts": "Host", "children": "Graph", "empties": "Empty",
+    "allocs": "MemAlloc", "frees": "MemFree", "conditionals": "Conditional", "waits": "WaitEvent", "records": "EventRecord",
+}
+NODE_WORDS = {"kernels": "内核节点", "memcpys": "拷贝节点", "memsets": "memset 节点", "total": "节点", "edges": "边"}
+
+
+class CheckFailed(AssertionError):
+    """A check did not hold; the text (Chinese) tells the learner why and what to try."""
+
+    def _render_traceback_(self) -> list[str]:
+        # IPython asks for this: in a notebook the reason helps, the examiner's frames don't.
+        return [f"✗ 没有通过：{self}"]
+
+
+class CannotTell(CheckFailed):
+    """Measured again and again, and still too noisy to judge. Never counted as 0."""
+
+
+class Check:
+    """``check`` in a test cell. ``announce`` is called with a line (Chinese) for each check passed."""
+
+    def __init__(self, secret: np.random.Generator, announce: Callable[[str], None] | None = None, gpu: str = "gpu"):
+        self.records: list[dict] = []
+        self._secret, self._announce, self._gpu = secret, announce or (lambda _: None), gpu
+
+    def equal(self, got: Any, want: Any, why: str = "结果和预期不同。", rel: float = 0.0, abs: float = 0.0) -> None:
+        """``got`` must equal ``want``: same type or shape and dtype kind, every value within ``abs + rel * |want|``.
+
+        ``got`` may be a `Handle` of an array or a `Buffer`. NaN equals nothing; a bool is no number.
+        """
+        if isinstance(got, Handle):
+            got = got.numpy()
+        elif isinstance(got, Buffer):
+            got = got.read()
+        mismatch, differing, size = difference(got, want, rel, abs)
+        self.records.append({"check": "equal", "mismatch": mismatch, "differing": differing, "size": size, "rel": rel, "abs": abs})
+        if mismatch:
+            raise CheckFailed(f"{why}（{mismatch}）")
+        if differing:
+            raise CheckFailed(f"{why}（{size} 个值里有 {differing} 个不对）" if size > 1 else why)
+        self._announce("结果正确" + (f"（比较了 {size} 个值）" if size > 1 else ""))
+
+    def that(self, condition: Any, why: str) -> None:
+        """``condition`` must be the boolean True."""
+        holds = isinstance(condition, (bool, np.bool_)) and bool(condition)
+        self.records.append({"check": "that", "holds": holds})
+        if not holds:
+            raise CheckFailed(why)
+        self._announce("条件成立")
+
+    def raises(self, error: str, function: Callable, *args: Any, why: str = "", **kwargs: Any) -> None:
+        """Calling ``function`` must raise an exception whose class, or a base of it, is named ``error``."""
+        try:
+            function(*args, **kwargs)
+            raised: list[str] = []
+        except PartyError as caught:
+            raised = caught.info["bases"]
+        except (CheckFailed, ImportError):
+            raise
+        except Exception as caught:  # noqa: BLE001 - open mode: the learner's own exception
+            raised = [base.__name__ for base in type(caught).__mro__]
+        self.records.append({"check": "raises", "wanted": error, "raised": raised})
+        if error not in raised:
+            what = f"实际抛出的是 {raised[0]}" if raised else "实际没有抛出任何异常"
+            raise CheckFailed(f"{why or f'这里应当抛出 {error}。'}（{what}）")
+        self._announce(f"如预期抛出 {error}")
+
+    def nodes(self, graph: Any, why: str = "", **counts: int) -> None:
+        """Numbers of nodes that the driver reports of a captured graph.
+
+        ``counts``: any of kernels, memcpys, memsets, hosts, children, empties, allocs, frees,
+        conditionals, waits, records, and total, edges. Supporting evidence, never the only one.
+        """
+        try:
+            told = graph.party.ask("graph", target=graph) if isinstance(graph, Handle) else None
+        except (PartyError, NotAGraph) as error:
+            if isinstance(error, PartyError) and error.info["type"] != "NotAGraph":
+                raise
+            told = None
+        if told is None:
+            self.records.append({"check": "nodes", "wanted": counts, "found": {}})
+            raise CheckFailed(f"{why or '这里要一张捕获到的图。'}（返回的是 {_word(graph)}，里面没有图；Stream.end_capture() 返回的才是）")
+        kinds = told.get("kinds") if type(told) is dict else None
+        kinds, edges = (kinds, told.get("edges", [])) if type(kinds) is list else ([], [])
+        found = {name: kinds.count(NODE_KINDS[name]) for name in counts if name in NODE_KINDS}
+        found |= {"total": len(kinds), "edges": len(edges)}
+        self.records.append({"check": "nodes", "wanted": counts, "found": found})
+        wrong = [name for name, count in counts.items() if found[name] != count]
+        if wrong:
+            told_text = "，".join(f"{NODE_WORDS.get(name, name)}应有 {counts[name]} 个，图里有 {found[name]} 个" for name in wrong)
+            raise CheckFailed(f"{why or '捕获到的图和要求的不一样。'}（{told_text}）")
+        self._announce("图的结构正确：" + "，".join(f"{NODE_WORDS.get(name, name)} {count} 个" for name, count in counts.items()))
+
+    def speedup(self, work: Any, *, over: Any, best: Any, state: tuple[Buffer, Buffer], at_least: float,
+                why: str = "", ceiling: float | None = judge.TOO_FAST) -> None:
+        """``work`` must be faster than ``over`` by a ratio, end to end. See `launchlab.exam.timing`.
+
+        ``work``, ``over``, ``best``: handles, functions or partials of functions; ``work`` is
+        the learner's, ``over`` the examiner's baseline, ``best`` the reference's own solution.
+        ``state``: the buffers that ``work`` and ``best`` advance. ``at_least``: the ratio for
+        full credit, lowered to half of what ``best`` reaches, never below 1.2. ``ceiling``: how
+        many times faster than ``best`` is too good to be the work asked for; None for no limit.
+        """
+        with timing.exclusive(self._gpu):
+            record = timing.measure(over, work, best, state, at_least, self._secret, ceiling)
+        self.records.append(record)
+        if record["states_differ"]:
+            raise CheckFailed("计时的时候，重放之后的数据和应有的不一样：有几次运行没有真正做完全部的工作。请确认每次重放都在同一块缓冲上推进状态，没有缓存旧结果，也没有漏掉同步。")
+        result = judge.speedup(record["attempts"][-1], at_least, ceiling)
+        median = _median(judge.ratios(record["attempts"][-1], "baseline", "candidate"))
+        measured = f"实测 {median:.2f} 倍，可信下界 {result['low']:.2f} 倍；门槛 {result['bar']:.2f} 倍；参考实现 {result['best']:.2f} 倍"
+        if result["verdict"] == judge.INCONCLUSIVE:
+            raise CannotTell(f"测了 {len(record['attempts'])} 轮，噪声仍然太大，无法判断（{measured}）。这不算错：请等机器空闲时再测一次，或交给教师复核。")
+        if result["why"] == "too fast":
+            raise CheckFailed(f"比参考实现还快一倍以上（{measured}）。按要求的工作量不可能这么快：请检查是不是少启动了内核，或把多个内核合成了一个。")
+        if result["verdict"] == judge.FAILED:
+            raise CheckFailed(f"{why or '还不够快。请确认重放时只做一次图启动，不要在循环里重新捕获或逐个启动。'}（{measured}）")
+        self._announce(("达到要求的加速：" if result["credit"] == 1 else "达到一半的要求，得一半分：") + measured)
+
+
+def _median(values: list[float]) -> float:
+    usable = sorted(v for v in values if not math.isnan(v))
+    return usable[len(usable) // 2] if usable else math.nan
+
+
+def difference(got: Any, want: Any, rel: float, abs: float) -> tuple[str | None, int, int]:
+    """Compare; returns (mismatch in words (Chinese) or None, values that differ, values compared)."""
+    if isinstance(want, np.ndarray):
+        if not isinstance(got, np.ndarray):
+            return f"应是数组，得到的是 {_word(got)}", 1, 1
+        if got.shape != want.shape:
+            return f"形状应是 {want.shape}，得到的是 {got.shape}", 1, 1
+        if got.dtype.kind != want.dtype.kind:
+            return f"元素类型应是 {want.dtype}，得到的是 {got.dtype}", 1, 1
+        return None, int(np.count_nonzero(~_near(got, want, rel, abs))), want.size
+    if isinstance(want, (list, tuple)):
+        if not isinstance(got, (list, tuple)):
+            return f"应是列表，得到的是 {_word(got)}", 1, 1
+        if len(got) != len(want):
+            return f"长度应是 {len(want)}，得到的是 {len(got)}", 1, 1
+        parts = [difference(g, w, rel, abs) for g, w in zip(got, want)]
+        return next((p[0] for p in parts if p[0]), None), sum(p[1] for p in parts), max(1, len(parts))
+    want = want.item() if isinstance(want, np.generic) else want
+    got = got.item() if isinstance(got, np.generic) else got
+    if isinstance(want, (bool, str)) or want is None:
+        if type(got) is not type(want):
+            return f"应是 {_word(want)}，得到的是 {_word(got)}", 1, 1
+        return None, int(got != want), 1
+    if isinstance(got, bool) or not isinstance(got, (int, float)):
+        return f"应是数值，得到的是 {_word(got)}", 1, 1
+    if isinstance(want, int) and not isinstance(got, int) and not (rel or abs):
+        return "应是整数，得到的是小数", 1, 1
+    return None, int(not _near(np.float64(got), np.float64(want), rel, abs)), 1
+
+
+def _near(got: Any, want: Any, rel: float, abs: float) -> Any:
+    with np.errstate(all="ignore"):
+        if not (rel or abs):
+            return np.equal(got, want)
+        return np.less_equal(np.abs(np.subtract(got, want, dtype=np.float64)), abs + rel * np.abs(want)) | np.equal(got, want)
+
+
+def _word(value: Any) -> str:
+    words = {bool: "布尔值", int: "整数", float: "小数", str: "字符串", list: "列表", dict: "字典", np.ndarray: "数组", type(None): "None"}
+    return words.get(type(value), value.kind if isinstance(value, Handle) else type(value).__name__)

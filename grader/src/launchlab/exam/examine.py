@@ -1,0 +1,261 @@
+"""The examiner: runs a notebook's test cells against the processes of its code cells.
+
+The test cells run here, in the trusted process, in namespaces of their own. The learner's
+cells run in a sandboxed kernel, the solution's in another one; both only answer asks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import re
+import shutil
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+
+import nbformat
+import numpy as np
+from nbformat import NotebookNode
+
+from launchlab.device import gpu as find_gpu
+from launchlab.exam import judge, sandbox, show
+from launchlab.exam.check import CannotTell, Check, CheckFailed
+from launchlab.exam.kernel import Kernel
+from launchlab.exam.memory import Buffer, CudaError
+from launchlab.exam.party import PartyError, PartyLost
+from launchlab.exam.remote import Namespace
+from launchlab.exam.report import CheckReport, Report, versions
+from launchlab.exam.student import Cell, Process, defines
+from launchlab.exam.wire import WireError
+from launchlab.manifest import Chapter
+from launchlab.paths import BUILD
+
+EXERCISE_SECONDS = 90.0
+AFTERMATH_SECONDS = 10.0
+
+
+def examine(nb: NotebookNode, chapter: Chapter, files: Path | None = None) -> Report:
+    """Examine ``nb`` as a submission of ``chapter``; returns the report and writes verdicts into its test cells.
+
+    ``nb``: an nbformat-4 notebook. Only its code cells count: what a test cell runs is the master's text,
+    whatever stands in ``nb`` under that cell's name.
+    ``files``: folder of the submission, whose other files the learner's code may open.
+    Never raises for what a submission does.
+    """
+    started = time.perf_counter()
+    master = Master.of(chapter)
+    gpu = find_gpu()
+    sandboxed = _sandbox_works()
+    report = Report(chapter.name, "bubblewrap" if sandboxed else "none", gpu.name if gpu else None, gpu.driver if gpu else None, versions())
+    tests = [(cell, master.tests[cell.metadata.nbgrader.grade_id]) for cell in nb.cells if _is_test(cell, master)]
+    if any(gpu or not test.needs_gpu for _, test in tests):
+        master.reference.warm_up()
+    folders = tuple(folder for folder in (files, chapter.release.parent) if folder and folder.is_dir())
+    student = Process(master.cells_to_run(nb), partial(Kernel, files=folders, sandboxed=sandboxed, cupy_cache=master.cupy_cache), bool(gpu))
+    try:
+        for cell, test in tests:
+            check = CheckReport(test.id, test.kind, test.needs_gpu, test.points)
+            if test.needs_gpu and not gpu:
+                check.verdict, check.reason = judge.NEEDS_GPU, "这道练习要在真实的 GPU 上评分，这台机器没有。分数留空，换一台有 GPU 的机器再评。"
+            else:
+                _examine_one(test.source, check, student, master, report.gpu)
+            report.checks.append(check)
+            show.verdict(cell, check)
+        _fill_outputs(nb, student, master, bool(gpu))
+        master.reference.keep_cache()
+    finally:
+        student.close()
+    report.seconds = round(time.perf_counter() - started, 3)
+    return report
+
+
+def _examine_one(source: str, report: CheckReport, student: Process, master: Master, gpu: str | None) -> None:
+    started = time.monotonic()
+    secret = np.random.default_rng()
+    check = Check(secret, gpu=gpu or "none")
+    reference = master.reference.process
+    student.deadline = None
+    names = {
+        "student": Namespace(student), "reference": Namespace(reference), "check": check, "secret": secret,
+        "on_gpu": Buffer, "np": np, "partial": partial, "__name__": "launchlab_test",
+    }
+    try:
+        student.load()
+        student.deadline = time.monotonic() + EXERCISE_SECONDS
+        exec(compile(source, f"<{report.id}>", "exec"), names)
+        verdict, reason = judge.PASSED, "通过。"
+    except CannotTell as error:
+        verdict, reason = judge.INCONCLUSIVE, str(error)
+    except CheckFailed as error:
+        verdict, reason = judge.FAILED, str(error)
+    except (PartyError, PartyLost) as error:
+        if error.party is reference:  # never the learner's fault
+            verdict, reason = judge.INCONCLUSIVE, f"参考实现没能运行（{error}），这道练习没有评分，请教师处理。"
+        else:
+            verdict, reason = explain(error, student, master)
+    except (WireError, CudaError) as error:
+        verdict, reason = judge.INCONCLUSIVE, f"考官自己出错了（{error}），这道练习没有评分，请教师处理。"
+    except Exception as error:  # noqa: BLE001 - what the learner's values do to a test cell
+        verdict, reason = judge.FAILED, f"返回值不是要求的样子，检查无法进行（{type(error).__name__}）。请对照函数说明，看返回的类型和形状。"
+    aftermath = _aftermath(student)
+    if aftermath and verdict in (judge.PASSED, judge.FAILED):
+        verdict, reason = aftermath
+    reference.forget()
+    if verdict != judge.PASSED and judge.recompute(check.records, report.points)[0] != verdict:
+        # Something other than a check decided: keep that on record, so that it can be recomputed too.
+        check.records.insert(0, {"check": "stopped", "verdict": verdict})
+    report.records = check.records
+    report.reason = reason
+    report.verdict, report.score = judge.recompute(check.records, report.points)
+    if report.verdict == judge.PASSED and report.score < report.points:
+        report.reason = "部分通过：加速达到要求的一半。"
+    report.seconds = round(time.monotonic() - started, 3)
+
+
+def _aftermath(student: Process) -> tuple[str, str] | None:
+    """Verdict and reason for a process that an exercise left unusable; it is ended. None if all is well."""
+    student.deadline = time.monotonic() + AFTERMATH_SECONDS
+    try:
+        student.forget()
+        poison = student.probe()
+    except PartyLost as lost:
+        return judge.TIMED_OUT if lost.timed_out else judge.CRASHED, f"检查之后，{lost}：可能还有内核在无休止地运行。进程已重新启动，不影响其他练习。"
+    except PartyError as error:
+        student.close()
+        poison = str(error)
+    if poison:
+        return judge.CRASHED, f"CUDA 上下文被破坏了（{poison}）：有内核越界访问了显存，或用了已释放的内存。进程已重新启动，不影响其他练习。"
+    return None
+
+
+def explain(error: Exception, student: Process, master: Master) -> tuple[str, str]:
+    """Verdict and reason (Chinese) for what the learner's process raised or did."""
+    if isinstance(error, PartyLost):
+        if error.timed_out:
+            return judge.TIMED_OUT, f"{error}。可能有停不下来的循环或内核，也可能在等待输入。进程已重新启动，不影响其他练习。"
+        return judge.CRASHED, f"{error}。进程已重新启动，不影响其他练习。"
+    info = error.info
+    if info["type"] == "NameError":
+        name = re.sub(r"^name '(\w+)'.*$", r"\1", info["message"])
+        missing = student.why_missing(name)
+        if missing:
+            return missing
+        if any(defines(source, name) for source in master.demos):
+            return judge.FAILED, f"{name} 定义在演示单元里，评分时不运行演示单元。请把用到的代码写进自己的答题单元。"
+        return judge.FAILED, f"没有找到 {name}。请不要改函数名，也不要删掉给定的单元；自己用到的库要在自己的单元里导入。"
+    if info["type"] == "NotImplementedError":
+        return judge.FAILED, f"还没有作答：{info['message']}"
+    where = f"，出错的一行：{info['line']}" if info["line"] else ""
+    what = "" if info["own"] else f"：{info['message'][:200]}"
+    return judge.FAILED, f"调用你的函数时抛出 {info['type']}{what}{where}"
+
+
+class Test:
+    """A test cell as the master has it."""
+
+    def __init__(self, cell: NotebookNode):
+        self.id: str = cell.metadata.nbgrader.grade_id
+        self.source: str = cell.source
+        self.points = float(cell.metadata.nbgrader.points)
+        self.kind: str = cell.metadata.get("launchlab", {}).get("kind", "answer")
+        self.needs_gpu = "gpu" in cell.metadata.get("tags", [])
+
+
+class Master:
+    """The solution notebook: what is to be tested, what to run, and the reference's process. Kept warm for a class."""
+
+    _known: dict[str, Master] = {}
+    _lock = threading.Lock()
+
+    def __init__(self, chapter: Chapter, text: str):
+        self.notebook = nbformat.reads(text, as_version=4)
+        cells = [cell for cell in self.notebook.cells if cell.cell_type == "code"]
+        self.tests = {cell.metadata.nbgrader.grade_id: Test(cell) for cell in cells if cell.metadata.get("nbgrader", {}).get("grade")}
+        self.tags = {cell.id: set(cell.metadata.get("tags", [])) for cell in cells}
+        self.demos = [cell.source for cell in cells if "demo" in self.tags[cell.id]]
+        self.cupy_cache = BUILD / "cupy"
+        self.reference = Reference(chapter, self)
+
+    @classmethod
+    def of(cls, chapter: Chapter) -> Master:
+        text = chapter.solution.read_text(encoding="utf-8")
+        key = hashlib.sha256(f"{chapter.solution}\n{text}".encode()).hexdigest()
+        with cls._lock:
+            if key not in cls._known:
+                for old in cls._known.values():
+                    old.reference.close()
+                cls._known = {key: cls(chapter, text)}
+            return cls._known[key]
+
+    def cells_to_run(self, nb: NotebookNode) -> list[Cell]:
+        """Code cells for a process: neither tests nor demonstrations, nor, without a GPU, what needs one."""
+        skip = {"demo"} if find_gpu() else {"demo", "gpu"}
+        return [
+            Cell(index, cell.source) for index, cell in enumerate(nb.cells)
+            if cell.cell_type == "code" and cell.source.strip() and not _is_test(cell, self) and not skip & self.tags.get(cell.get("id"), set())
+        ]
+
+
+class Reference:
+    """The solution's process: starts in the background, is kept for the class, and fills the cache of compiled kernels."""
+
+    def __init__(self, chapter: Chapter, master: Master):
+        self.process = Process(master.cells_to_run(master.notebook), self._kernel, bool(find_gpu()))
+        self._chapter, self._master = chapter, master
+        self._starting: Future | None = None
+
+    def _kernel(self) -> Kernel:
+        return Kernel(files=(self._chapter.solution.parent,), sandboxed=False, cupy_cache=self._master.cupy_cache)
+
+    def warm_up(self) -> None:
+        """Have the process ready: started beside the student's, not after it."""
+        if self._starting is None:
+            pool = ThreadPoolExecutor(1, thread_name_prefix="reference")
+            self._starting = pool.submit(self.process.load)
+            pool.shutdown(wait=False)
+            atexit.register(self.close)
+
+    def keep_cache(self) -> None:
+        """Leave the kernels it compiled for the processes that start after it."""
+        cache = self.process.cupy_cache
+        if cache is not None and cache.is_dir():
+            shutil.copytree(cache, self._master.cupy_cache, dirs_exist_ok=True)
+
+    def close(self) -> None:
+        self.process.close()
+
+
+def _is_test(cell: NotebookNode, master: Master) -> bool:
+    return cell.cell_type == "code" and cell.metadata.get("nbgrader", {}).get("grade_id") in master.tests
+
+
+_works: list[bool] = []
+
+
+def _sandbox_works() -> bool:
+    if not _works:
+        _works.append(sandbox.works())
+    return _works[0]
+
+
+def _fill_outputs(nb: NotebookNode, student: Process, master: Master, gpu: bool) -> None:
+    """Give the learner's cells the outputs they had, or say why a cell did not run."""
+    for index, cell in enumerate(nb.cells):
+        if cell.cell_type != "code" or _is_test(cell, master):
+            continue
+        cell.execution_count = None
+        tags = master.tags.get(cell.get("id"), set())
+        if index in student.deadly:
+            cell.outputs = [show.note(student.deadly[index][1])]
+        elif "demo" in tags:
+            cell.outputs = [show.note("演示单元，评分时不运行。")]
+        elif "gpu" in tags and not gpu:
+            cell.outputs = [show.note("需要 GPU，这台机器没有，未运行。")]
+        else:
+            cell.outputs = student.outputs.get(index, [])
+
+

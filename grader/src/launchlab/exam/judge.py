@@ -1,0 +1,140 @@
+"""From raw samples to a verdict: pure functions, so that a verdict can be recomputed anywhere.
+
+A speed-up is judged on ratios of pairs measured close together, by order statistics. With 21
+pairs the 5th smallest ratio lies below the median of all possible pairs, and the 5th largest
+above it, each with probability 1 - P(Binomial(21, 1/2) <= 4) = 99.6 % (the sign test). No
+mean, no variance, no assumption about the noise but that pairs are alike.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+PAIRS = 21
+RANK = 5  # the RANK-th smallest and largest of PAIRS bound the median
+FLOOR = 1.2  # no bar is lower: less cannot be told from noise on a busy machine
+SHARE = 0.5  # of the reference's own gain in the same exam
+TOO_FAST = 2.0  # times the reference's own speed: the work asked for cannot have been done
+
+PASSED, FAILED, INCONCLUSIVE = "passed", "failed", "inconclusive"
+CRASHED, TIMED_OUT, NEEDS_GPU, REFUSED = "crashed", "timed out", "needs a GPU", "refused"
+OPEN = (INCONCLUSIVE, NEEDS_GPU, REFUSED)  # left to a person: no score, never 0
+
+
+def slope(samples: list[list[float]]) -> float:
+    """Seconds per run from two samples ``[[runs, seconds], [runs, seconds]]``; NaN if not positive.
+
+    The difference of the two cancels what asking and synchronising cost.
+    """
+    (few, short), (many, long) = samples
+    value = (long - short) / (many - few)
+    return value if value > 0 else math.nan
+
+
+def guarded_slope(samples: list[list[float]], trusted: list[list[float]]) -> float:
+    """`slope` of an untrusted party, whose short sample may have been stretched on purpose.
+
+    A slow short sample would make the slope look small. It is taken for no longer than the
+    trusted party's short sample (which holds the cost of asking) plus the candidate's own
+    average time for as many runs.
+    """
+    (few, short), (many, long) = samples
+    return slope([[few, min(short, trusted[0][1] + few * long / many)], [many, long]])
+
+
+def bounds(ratios: list[float]) -> tuple[float, float]:
+    """Lower and upper bound of the median ratio. A NaN counts for the worst on either side."""
+    low = sorted(0.0 if math.isnan(r) else r for r in ratios)
+    high = sorted(math.inf if math.isnan(r) else r for r in ratios)
+    rank = max(1, RANK * len(ratios) // PAIRS)
+    return low[rank - 1], high[-rank]
+
+
+def at_most(samples: list[list[float]]) -> float:
+    """Seconds per run, asking included: never less than a run took, however small the slope came out."""
+    return samples[1][1] / samples[1][0]
+
+
+def ratios(rounds: list[dict], over: str, under: str) -> list[float]:
+    """Per round: time of ``over`` by time of ``under`` (keys of a round: "baseline", "candidate", "best")."""
+
+    def seconds(r: dict, name: str) -> float:
+        if name != "candidate":
+            return slope(r[name])
+        value = guarded_slope(r[name], r["best"])
+        return at_most(r[name]) if math.isnan(value) else value
+
+    return [seconds(r, over) / seconds(r, under) for r in rounds]
+
+
+def speedup(rounds: list[dict], at_least: float, ceiling: float | None = TOO_FAST) -> dict[str, Any]:
+    """Judge one set of rounds.
+
+    ``at_least``: the ratio asked for. The bar in force is never above half of what the
+    reference reached in the same rounds, and never below `FLOOR`; half of the credit is
+    given half of the way. Returns verdict, credit (0, 0.5 or 1), bar, and the bounds of the
+    candidate's ratio (``low``, ``high``), of the reference's (``best``, its median) and
+    by how much the candidate is faster than that at least (``against_best``).
+    """
+    low, high = bounds(ratios(rounds, "baseline", "candidate"))
+    best_ratios = [r for r in ratios(rounds, "baseline", "best") if not math.isnan(r)]
+    best = statistics.median(best_ratios) if best_ratios else math.nan
+    faster_low, _ = bounds([slope(r["best"]) / at_most(r["candidate"]) for r in rounds])
+    result = {"low": low, "high": high, "best": best, "against_best": faster_low, "credit": 0.0}
+    if math.isnan(best) or best < FLOOR:
+        return result | {"verdict": INCONCLUSIVE, "bar": FLOOR, "why": "reference"}
+    bar = max(FLOOR, min(at_least, best * SHARE))
+    result["bar"] = bar
+    if ceiling is not None and faster_low > ceiling:
+        return result | {"verdict": FAILED, "why": "too fast"}
+    steps = ((bar, 1.0), (max(FLOOR, (1 + bar) / 2), 0.5), (0.0, 0.0))
+    sure = next(credit for threshold, credit in steps if low >= threshold)
+    possible = next(credit for threshold, credit in steps if high >= threshold)
+    if sure != possible:
+        return result | {"verdict": INCONCLUSIVE, "why": "noise"}
+    return result | {"verdict": PASSED if sure else FAILED, "credit": sure, "why": "measured"}
+
+
+def recompute(records: list[dict], points: float) -> tuple[str, float | None]:
+    """Verdict and score of one test cell from the raw records of its checks.
+
+    ``records`` as written by `launchlab.exam.check`; ``points``: the cell's maximum. A score
+    of None means left open. Raises ValueError for a record it does not know.
+    """
+    credit = 1.0
+    for record in records:
+        verdict, part = _judge(record)
+        if verdict in OPEN:
+            return verdict, None
+        if verdict != PASSED:
+            return verdict, 0.0
+        credit = min(credit, part)
+    if not records:
+        return FAILED, 0.0
+    return PASSED, round(points * credit, 2)
+
+
+def _judge(record: dict) -> tuple[str, float]:
+    match record.get("check"):
+        case "equal":
+            ok = record["mismatch"] is None and record["differing"] == 0
+        case "that":
+            ok = record["holds"] is True
+        case "raises":
+            ok = record["wanted"] in record["raised"]
+        case "nodes":
+            ok = all(record["found"].get(key, 0) == count for key, count in record["wanted"].items())
+        case "speedup":
+            if record["states_differ"]:
+                return FAILED, 0.0
+            result = speedup(record["attempts"][-1], record["at_least"], record["ceiling"])
+            return result["verdict"], result["credit"]
+        case "stopped":
+            if record["verdict"] == PASSED:
+                raise ValueError("nothing is passed by stopping")
+            return record["verdict"], 0.0
+        case other:
+            raise ValueError(f"unknown record {other!r}")
+    return (PASSED if ok else FAILED), 1.0

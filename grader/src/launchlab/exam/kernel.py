@@ -1,0 +1,243 @@
+"""A Jupyter kernel of the exam's own: started, asked, timed and killed from outside.
+
+Used for the student (sandboxed where bubblewrap is) and for the reference (trusted). All
+waiting has a deadline, and the end of the process is noticed at once. What a kernel sends
+is data to be cut to size, never to be believed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+from jupyter_client import BlockingKernelClient
+from jupyter_client.connect import write_connection_file
+from nbformat.v4 import output_from_msg
+
+from launchlab.exam import sandbox
+from launchlab.exam.agent import TARGET
+
+START_SECONDS = 60.0
+OUTPUT_CHARACTERS = 64_000  # kept of one cell's output
+OUTPUT_FLOOD = 256 << 20  # bytes of output after which a cell is stopped
+LARGEST_FILE = 4 << 30  # bytes of a file that a student's process may write
+# Limits are set by the shell before it becomes the kernel, so that everything started from there has them.
+# Data pages are limited, not address space, of which CUDA reserves more than there is memory. If memory
+# runs out all the same, this process is to go first, not the examiner.
+LIMITS = 'echo 1000 >/proc/self/oom_score_adj; ulimit -d "$1"; ulimit -f "$2"; shift 2; exec "$@"'
+PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
+
+
+class KernelDied(Exception):
+    """The process ended; ``args[0]`` says how, in Chinese."""
+
+
+class KernelTimeout(Exception):
+    """No answer before the deadline."""
+
+
+@dataclass
+class CellResult:
+    """What one executed cell left: nbformat outputs, cut to size, and the error's name or None."""
+
+    outputs: list = field(default_factory=list)
+    error: str | None = None
+    message: str = ""
+
+
+class Kernel:
+    """One kernel process in a folder of its own.
+
+    ``files``: folders whose content is copied into the working folder before the start.
+    ``sandboxed``: run behind bubblewrap. ``cupy_cache``: a folder of compiled kernels to
+    begin with (copied, so that nobody can poison it for others).
+    """
+
+    def __init__(self, *, files: tuple[Path, ...] = (), sandboxed: bool, cupy_cache: Path | None = None):
+        # A short path: Unix sockets allow about 100 characters.
+        self.folder = Path(tempfile.mkdtemp(prefix="ll-"))
+        self.work = self.folder / "work"
+        self.work.mkdir()
+        for source in files:
+            shutil.copytree(source, self.work, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.ipynb", ".*", "__pycache__"))
+        cache = self.folder / "cupy"
+        if cupy_cache is not None and cupy_cache.is_dir():
+            shutil.copytree(cupy_cache, cache)
+        else:
+            cache.mkdir()
+        self.cupy_cache = cache
+        self._comm_open = False
+        self._number = 0
+        self._start(sandboxed)
+
+    def _start(self, sandboxed: bool) -> None:
+        connection = self.folder / "k.json"
+        write_connection_file(str(connection), ip=str(self.folder / "s"), transport="ipc", key=os.urandom(16).hex().encode())
+        home = self.folder / "home"
+        home.mkdir()
+        environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        # Python puts the working folder first on the path, and learners may keep modules there.
+        environment |= {
+            "HOME": str(home), "TMPDIR": str(self.folder), "IPYTHONDIR": str(home), "JUPYTER_CONFIG_DIR": str(home),
+            "MPLCONFIGDIR": str(home), "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+            "CUPY_CACHE_DIR": str(self.cupy_cache), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONFAULTHANDLER": "1",
+        }
+        command = [sys.executable, "-m", "ipykernel_launcher", "-f", str(connection), "--HistoryManager.enabled=False"]
+        if sandboxed:
+            command = sandbox.wrap(command, self.folder, environment)
+        command = ["/bin/sh", "-c", LIMITS, "limits", str(memory_limit() >> 10), str(LARGEST_FILE >> 9), *command]
+        self.process = subprocess.Popen(
+            command, cwd=self.work, env=environment, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )
+        self.client = BlockingKernelClient()
+        self.client.load_connection_file(str(connection))
+        self.client.allow_stdin = False
+        # The heartbeat would be a thread per kernel; the process itself is watched instead.
+        self.client.start_channels(stdin=False, hb=False)
+
+    def wait_ready(self, seconds: float = START_SECONDS) -> None:
+        """Wait until the kernel answers and install the agent."""
+        deadline = time.monotonic() + seconds
+        self.client.kernel_info()
+        self._shell_reply(None, deadline)
+        result = self.run_cell("import os as _o; _o.chdir({!r}); from launchlab.exam.agent import serve as _s; _s(get_ipython()); del _s, _o".format(str(self.work)), max(1.0, deadline - time.monotonic()), silent=True)
+        if result.error:
+            raise KernelDied(f"考试代理没能启动：{result.error}: {result.message}")
+
+    def _check_alive(self) -> None:
+        code = self.process.poll()
+        if code is not None:
+            raise KernelDied(how_it_ended(code))
+
+    def _next_iopub(self, deadline: float) -> dict:
+        while True:
+            try:
+                return self.client.get_iopub_msg(timeout=min(0.05, max(0.001, deadline - time.monotonic())))
+            except Empty:
+                self._check_alive()
+                if time.monotonic() > deadline:
+                    raise KernelTimeout from None
+
+    def _shell_reply(self, parent: str | None, deadline: float) -> dict:
+        while True:
+            try:
+                message = self.client.get_shell_msg(timeout=min(0.05, max(0.001, deadline - time.monotonic())))
+            except Empty:
+                self._check_alive()
+                if time.monotonic() > deadline:
+                    raise KernelTimeout from None
+                continue
+            if parent is None or message["parent_header"].get("msg_id") == parent:
+                return message
+
+    def run_cell(self, code: str, seconds: float, silent: bool = False) -> CellResult:
+        """Execute ``code`` as a notebook cell; raises `KernelDied` or `KernelTimeout`."""
+        deadline = time.monotonic() + seconds
+        parent = self.client.execute(code, silent=silent, allow_stdin=False, stop_on_error=False)
+        collected = _Outputs()
+        while True:
+            message = self._next_iopub(deadline)
+            if message["parent_header"].get("msg_id") != parent:
+                collected.count(message)
+                continue
+            if message["msg_type"] == "status" and message["content"].get("execution_state") == "idle":
+                break
+            collected.take(message)
+        reply = self._shell_reply(parent, deadline)["content"]
+        result = CellResult(collected.outputs)
+        if reply.get("status") != "ok":
+            result.error, result.message = str(reply.get("ename", "Error"))[:80], str(reply.get("evalue", ""))[:500]
+        return result
+
+    def ask(self, request: dict, blobs: list[bytes], seconds: float) -> tuple[Any, list[bytes]]:
+        """One question to the agent; returns the parsed reply and its blobs."""
+        deadline = time.monotonic() + seconds
+        session, socket = self.client.session, self.client.shell_channel
+        if not self._comm_open:
+            socket.send(session.msg("comm_open", {"comm_id": TARGET, "target_name": TARGET, "data": {}}))
+            self._comm_open = True
+        self._number += 1
+        content = {"comm_id": TARGET, "data": {"ask": json.dumps({**request, "n": self._number})}}
+        message = session.msg("comm_msg", content)
+        session.send(socket.socket, message, buffers=blobs)
+        flood = _Outputs()
+        while True:
+            message = self._next_iopub(deadline)
+            if message["msg_type"] != "comm_msg" or message["content"].get("comm_id") != TARGET:
+                flood.count(message)
+                continue
+            try:
+                reply = json.loads(message["content"]["data"]["reply"])
+                if reply["n"] == self._number:
+                    return reply, [bytes(blob) for blob in message["buffers"]]
+            except (KeyError, TypeError, ValueError):
+                continue
+
+    def close(self) -> None:
+        """Kill the process and all it started, and remove its folder."""
+        self.client.stop_channels()
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class _Outputs:
+    """Collects a cell's outputs up to a size; raises `KernelDied` for a flood."""
+
+    def __init__(self) -> None:
+        self.outputs: list = []
+        self._kept = 0
+        self._seen = 0
+
+    def count(self, message: dict) -> int:
+        size = len(str(message.get("content")))
+        self._seen += size
+        if self._seen > OUTPUT_FLOOD:
+            raise KernelDied("输出超过 256 MiB，已停止。请去掉循环里的 print。")
+        return size
+
+    def take(self, message: dict) -> None:
+        kind, size = message["msg_type"], self.count(message)
+        if kind not in ("stream", "display_data", "execute_result", "error"):
+            return
+        if self._kept + size > OUTPUT_CHARACTERS and kind == "stream":
+            message["content"]["text"] = message["content"]["text"][: max(0, OUTPUT_CHARACTERS - self._kept)] + "\n…（输出太长，其余从略）\n"
+        if self._kept < OUTPUT_CHARACTERS:
+            self._kept += size
+            try:
+                self.outputs.append(output_from_msg(message))
+            except (KeyError, ValueError):
+                pass
+
+
+def memory_limit() -> int:
+    """Bytes of data that one process may hold: half of the machine's memory, at least 4 GiB."""
+    return max(4 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
+
+
+def how_it_ended(code: int) -> str:
+    """A process's return code in words (Chinese)."""
+    # bubblewrap reports its child's death by a signal as 128 + signal.
+    number = -code if code < 0 else code - 128 if code > 128 else 0
+    if number:
+        try:
+            name = signal.Signals(number).name
+        except ValueError:
+            name = f"信号 {number}"
+        hints = {"SIGSEGV": "段错误，常见于用了已释放的内存或句柄", "SIGKILL": "被系统杀掉，常见于内存耗尽", "SIGABRT": "程序自己中止，常见于库内部的断言"}
+        return f"进程被 {name} 终止" + (f"（{hints[name]}）" if name in hints else "")
+    return f"进程自行退出（退出码 {code}），代码里可能调用了 exit"

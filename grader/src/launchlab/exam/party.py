@@ -1,0 +1,135 @@
+"""A party that an examiner asks; in open mode it is this very process."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from launchlab.exam.agent import Agent
+from launchlab.exam.memory import Block, Buffer, CudaError
+from launchlab.exam.remote import Handle
+from launchlab.exam.wire import BufferRef, Ref, WireError, decode, encode
+
+ASK_SECONDS = 20.0
+
+
+class PartyError(Exception):
+    """The party's code raised; ``info`` is `launchlab.exam.agent.describe`'s dictionary."""
+
+    def __init__(self, info: dict, party: Party):
+        self.party = party
+        self.info = {
+            "type": str(info.get("type"))[:80], "message": str(info.get("message"))[:500], "line": str(info.get("line"))[:200],
+            "own": bool(info.get("own")), "bases": [str(base)[:80] for base in info.get("bases", [])][:20],
+        }
+        super().__init__(f"{self.info['type']}: {self.info['message']}")
+
+
+class PartyLost(Exception):
+    """The party died or stayed silent; ``timed_out`` tells which, the text says how (Chinese)."""
+
+    def __init__(self, text: str, party: Party, timed_out: bool = False):
+        super().__init__(text)
+        self.party = party
+        self.timed_out = timed_out
+
+
+class Party:
+    """Asks an agent, and translates buffers and handles. ``deadline`` (monotonic seconds) bounds every ask."""
+
+    def __init__(self) -> None:
+        self.deadline: float | None = None
+        self._buffers: list[Buffer] = []
+        self._lent = 0
+        self.used = False
+
+    def exchange(self, request: dict, blobs: list[bytes], seconds: float) -> tuple[Any, list[bytes]]:
+        raise NotImplementedError
+
+    def ask(self, op: str, *, seconds: float = ASK_SECONDS, **fields: Any) -> Any:
+        """One ask; returns plain data or a `Handle`. Raises `PartyError` or `PartyLost`."""
+        if self.deadline is not None:
+            seconds = min(seconds, self.deadline - time.monotonic())
+            if seconds <= 0:
+                raise PartyLost("这道练习的时间用完了", self, timed_out=True)
+        blobs: list[bytes] = []
+        request = {"op": op} | {name: encode(value, blobs, self._by_reference) for name, value in fields.items()}
+        self.used = True
+        try:
+            value, out = self.exchange(request, blobs, seconds)
+            return self._wrap(decode(value, out))
+        except WireError as error:
+            raise PartyError({"type": "WireError", "message": f"回答的格式不对（{error}）"}, self) from None
+
+    def _by_reference(self, value: Any) -> Any:
+        if isinstance(value, Handle):
+            if value.party is not self:
+                raise WireError("a handle of another process cannot be passed here")
+            return Ref(value.id, value.kind)
+        if isinstance(value, Buffer):
+            return BufferRef(value.bind(self))
+        raise WireError(f"cannot send a {type(value).__name__}")
+
+    def _wrap(self, value: Any) -> Any:
+        if isinstance(value, Ref):
+            return Handle(self, value.id, value.kind)
+        if type(value) is list:
+            return [self._wrap(item) for item in value]
+        if type(value) is dict:
+            return {key: self._wrap(item) for key, item in value.items()}
+        return value
+
+    def lend(self, buffer: Buffer) -> int:
+        """Make ``buffer`` known to the agent: by CUDA IPC where both sides can, else staged."""
+        self._buffers.append(buffer)
+        self._lent += 1
+        number = self._lent
+        fields = {"buffer": number, "shape": list(buffer.shape), "dtype": buffer.dtype.str}
+        block = self._block(buffer.nbytes)
+        if block is not None:
+            try:
+                self.ask("lend", **fields, handle=block.handle())
+                buffer.block = block
+                return number
+            except (PartyError, CudaError):
+                block.free()
+        self.ask("lend", **fields, handle=None)
+        return number
+
+    def _block(self, size: int) -> Block | None:
+        return None
+
+    def forget(self) -> None:
+        """End of an exercise: handles and buffers made for it are no longer valid."""
+        if not self.used:
+            return
+        try:
+            self.ask("forget")
+            self.used = False
+        finally:
+            for buffer in self._buffers:
+                buffer.free()
+            self._buffers.clear()
+
+
+class OpenParty(Party):
+    """Open mode: the names of the notebook's own kernel, asked in process.
+
+    Nothing is secret here and nothing is believed: open mode is for a learner's own checks
+    and for authors. Errors of the code under test come through with their own traceback.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._agent: Agent | None = None
+
+    def exchange(self, request: dict, blobs: list[bytes], seconds: float) -> tuple[Any, list[bytes]]:
+        if self._agent is None:
+            self._agent = Agent(_notebook_namespace())
+        return self._agent.perform(request, blobs)
+
+
+def _notebook_namespace() -> dict[str, Any]:
+    import __main__
+
+    return vars(__main__)

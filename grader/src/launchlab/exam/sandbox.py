@@ -1,0 +1,71 @@
+"""The command that puts a student's kernel behind bubblewrap.
+
+Inside: no network, no sight of other processes, a read-only view of what Python and CUDA
+need, and one writable folder of its own. The repository, the gradebook, home folders and
+other submissions are not hidden there: they do not exist.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/sys", "/etc")
+# Files that programs look for in /etc; the rest of it may hold what is nobody's business.
+ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "fonts", "localtime", "passwd", "group", "nsswitch.conf", "OpenCL", "vulkan", "ssl/openssl.cnf")
+
+
+def available() -> bool:
+    """Whether bubblewrap is installed; `works` tells whether it may be used."""
+    return shutil.which("bwrap") is not None
+
+
+def python_paths() -> list[Path]:
+    """Folders that a Python process like this one imports from, each once, outermost first."""
+    candidates = [Path(sys.prefix), Path(sys.base_prefix), *(Path(entry) for entry in sys.path if entry)]
+    candidates += [Path(entry) for entry in os.environ.get("LD_LIBRARY_PATH", "").split(":") if entry]
+    cwd = Path.cwd().resolve()
+    found: list[Path] = []
+    for path in sorted({p.resolve() for p in candidates if p.exists()}, key=lambda p: len(p.parts)):
+        # The folder a command was started in stands on sys.path too, and must stay unseen.
+        if path != cwd and not any(path.is_relative_to(outer) for outer in found):
+            found.append(path)
+    return found
+
+
+def wrap(command: list[str], folder: Path, environment: dict[str, str]) -> list[str]:
+    """``command`` to be run in ``folder`` (writable, same path inside) with ``environment``."""
+    bwrap = ["bwrap", "--die-with-parent", "--unshare-all", "--new-session", "--cap-drop", "ALL", "--clearenv"]
+    for entry in SYSTEM:
+        path = Path(entry)
+        if entry == "/etc":
+            for name in ETC:
+                bwrap += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+        elif path.is_symlink():
+            bwrap += ["--symlink", os.readlink(path), entry]
+        elif path.exists():
+            bwrap += ["--ro-bind", entry, entry]
+    bwrap += ["--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
+    for device in sorted(Path("/dev").glob("nvidia*")) + [Path("/dev/dxg")]:
+        bwrap += ["--dev-bind-try", str(device), str(device)]
+    for path in python_paths():
+        if not any(path.is_relative_to(entry) for entry in SYSTEM):
+            bwrap += ["--ro-bind", str(path), str(path)]
+    bwrap += ["--bind", str(folder), str(folder), "--chdir", str(folder)]
+    for name, value in environment.items():
+        bwrap += ["--setenv", name, value]
+    return [*bwrap, "--", *command]
+
+
+def works() -> bool:
+    """Whether a sandboxed process can be started here (user namespaces may be forbidden)."""
+    import subprocess
+    import tempfile
+
+    if not available():
+        return False
+    with tempfile.TemporaryDirectory(prefix="ll-") as folder:
+        command = wrap(["/usr/bin/env", "true"], Path(folder), {"PATH": "/usr/bin:/bin"})
+        return subprocess.run(command, capture_output=True, timeout=20).returncode == 0

@@ -1,0 +1,155 @@
+"""The processes that notebooks run in: the learner's, untrusted, and the reference's.
+
+Both are kernels that have run a notebook's code cells and now answer asks. A process that
+dies, hangs or poisons its CUDA context is started anew, without the cell that did it, so
+that one exercise's accident stays that exercise's.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable
+
+from launchlab.exam.judge import CRASHED, FAILED, TIMED_OUT
+from launchlab.exam.kernel import CellResult, Kernel, KernelDied, KernelTimeout
+from launchlab.exam.memory import Block, CudaError
+from launchlab.exam.party import Party, PartyError, PartyLost
+
+CELL_SECONDS = 30.0
+LOAD_SECONDS = 240.0  # all cells of a notebook together, restarts included
+RESTARTS = 12
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A code cell to run: its place in the notebook and its source."""
+
+    index: int
+    source: str
+
+
+class Process(Party):
+    """A notebook's process as a party: loaded on first use, loaded again after an accident.
+
+    ``cells``: what to run, in order. ``make_kernel``: starts a fresh kernel. ``gpu``: probe the
+    CUDA context after each cell. ``outputs`` and ``errors`` (by index) come from the first time
+    a cell ran; ``deadly`` holds (verdict, text) of cells that are left out.
+    """
+
+    def __init__(self, cells: list[Cell], make_kernel: Callable[[], Kernel], gpu: bool):
+        super().__init__()
+        self.cells, self.gpu = cells, gpu
+        self.outputs: dict[int, list] = {}
+        self.errors: dict[int, CellResult] = {}
+        self.deadly: dict[int, tuple[str, str]] = {}
+        self._make_kernel = make_kernel
+        self._kernel: Kernel | None = None
+        # The reference loads in a thread of its own. Re-entrant: loading itself asks.
+        self._loading = threading.RLock()
+
+    @property
+    def cupy_cache(self) -> Path | None:
+        """Where the running process keeps the kernels it compiled."""
+        return self._kernel.cupy_cache if self._kernel else None
+
+    def load(self) -> None:
+        """Start the process and run the cells, unless that is done. Raises `PartyLost`."""
+        with self._loading:
+            if self._kernel is not None:
+                return
+            until = time.monotonic() + LOAD_SECONDS
+            for _ in range(RESTARTS):
+                self._kernel = self._make_kernel()
+                try:
+                    self._kernel.wait_ready()
+                except (KernelDied, KernelTimeout) as error:
+                    self.close()
+                    raise PartyLost(f"内核没能启动（{error}）", self) from None
+                if all(self._ran(cell, until) for cell in self.cells if cell.index not in self.deadly):
+                    return
+                self.close()
+            raise PartyLost("代码一再让进程崩溃，无法继续", self)
+
+    def _ran(self, cell: Cell, until: float) -> bool:
+        """Run one cell; False if the process must be started anew without it."""
+        seconds = min(CELL_SECONDS, until - time.monotonic())
+        if seconds <= 0:
+            self.deadly[cell.index] = (TIMED_OUT, "单元没有轮到运行：前面的单元用完了时间")
+            return True
+        try:
+            result = self._kernel.run_cell(cell.source, seconds)
+            poison = self.ask("probe") if self.gpu else None
+            if poison:
+                raise KernelDied(f"CUDA 上下文被破坏：{poison}")
+        except KernelTimeout:
+            self.deadly[cell.index] = (TIMED_OUT, f"单元运行超过 {seconds:.0f} 秒：可能有停不下来的循环，或一直在等待")
+        except (KernelDied, PartyLost) as died:
+            self.deadly[cell.index] = (CRASHED, f"单元运行时，{died}")
+        else:
+            self.outputs.setdefault(cell.index, result.outputs)
+            if result.error:
+                self.errors.setdefault(cell.index, result)
+            return True
+        return False
+
+    def exchange(self, request: dict, blobs: list[bytes], seconds: float) -> tuple[Any, list[bytes]]:
+        self.load()
+        try:
+            reply, out = self._kernel.ask(request, blobs, seconds)
+        except KernelTimeout:
+            self.close()
+            raise PartyLost(f"等了 {seconds:.0f} 秒没有回答", self, timed_out=True) from None
+        except KernelDied as error:
+            self.close()
+            raise PartyLost(str(error), self) from None
+        if "error" in reply:
+            raise PartyError(reply["error"] if type(reply["error"]) is dict else {}, self)
+        return reply.get("value"), out
+
+    def _block(self, size: int) -> Block | None:
+        self.load()
+        try:
+            return Block(size)
+        except (CudaError, ImportError):
+            return None
+
+    def probe(self) -> str | None:
+        """The CUDA error that poisons the process now, or None; a poisoned process is ended."""
+        if self._kernel is None or not self.gpu:
+            return None
+        poison = self.ask("probe")
+        if poison:
+            self.close()
+        return str(poison) if poison else None
+
+    def close(self) -> None:
+        """End the process; the next ask starts it anew."""
+        if self._kernel is not None:
+            self._kernel.close()
+            self._kernel = None
+            self.used = False
+        for buffer in self._buffers:
+            buffer.free()
+        self._buffers.clear()
+
+    def why_missing(self, name: str) -> tuple[str, str] | None:
+        """(verdict, reason) if a cell that defines ``name`` did not run well."""
+        for cell in self.cells:
+            if defines(cell.source, name):
+                if cell.index in self.deadly:
+                    verdict, text = self.deadly[cell.index]
+                    return verdict, f"定义 {name} 的{text}。"
+                if cell.index in self.errors:
+                    result = self.errors[cell.index]
+                    return FAILED, f"定义 {name} 的单元自己就出错了：{result.error}: {result.message}"
+        return None
+
+
+def defines(source: str, name: str) -> bool:
+    """Whether ``source`` seems to bind ``name`` (it need not parse)."""
+    word = re.escape(name)
+    return re.search(rf"^\s*(async\s+def|def|class)\s+{word}\b|^\s*{word}\s*(:[^=\n]+)?=|\bimport\b[^\n]*\b{word}\b|\bas\s+{word}\b", source, re.M) is not None

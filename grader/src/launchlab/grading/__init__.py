@@ -1,0 +1,1 @@
+"""The nbgrader plug-ins: intake of submissions, the sealed exam, verdicts, and feedback."""

@@ -1,0 +1,259 @@
+"""Intake: whatever a learner hands in becomes a notebook that can be examined, or is refused with a word.
+
+Nothing of a submission's structure is trusted. A fresh copy of the release is taken, and only
+code goes into it: the learner's text for each solution cell and given cell, and the cells that
+the learner added. Test cells, prose and all metadata are the release's own. So a copied,
+retyped, deleted or mangled cell cannot confuse nbgrader, and cannot stop a class.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbconvert.exporters import NotebookExporter
+from nbformat import NotebookNode
+from nbformat.v4 import new_code_cell, new_markdown_cell
+
+from launchlab.course import gradebook
+from launchlab.paths import BUILD
+
+LARGEST = 64 << 20  # bytes of a notebook file
+MOST_CELLS = 2000
+LONGEST = 1 << 20  # characters of one cell
+
+
+class Refused(Exception):
+    """A submission that no exam can be made of; the text (Chinese) says why and what to do."""
+
+
+@dataclass
+class _Piece:
+    """A code cell of the submission: which release cell it stands for, if any."""
+
+    source: str
+    grade_id: str | None
+    cell_id: str | None
+
+
+def graft(data: bytes, release: NotebookNode) -> tuple[NotebookNode, list[str]]:
+    """The notebook to examine, and notes (Chinese) on what was repaired.
+
+    ``data``: the bytes handed in; ``release``: the chapter's release notebook (not changed).
+    Raises `Refused`.
+    """
+    notes: list[str] = []
+    pieces = _pieces(_parse(data, notes), notes)
+    solutions = {cell.metadata.nbgrader.grade_id: cell for cell in release.cells if cell.metadata.get("nbgrader", {}).get("solution")}
+    tests = {cell.metadata.nbgrader.grade_id: cell.id for cell in release.cells if cell.metadata.get("nbgrader", {}).get("grade")}
+    given = {cell.id for cell in release.cells if cell.cell_type == "code"} - set(tests.values()) - {cell.id for cell in solutions.values()}
+    by_id = {cell.id: name for name, cell in solutions.items()}
+
+    place: dict[str, _Piece] = {}  # release cell id -> the piece that takes its place
+    after: dict[str | None, list[_Piece]] = {}  # release cell id -> cells the learner added behind it
+    owners: list[tuple[str | None, _Piece]] = []
+    for piece in pieces:
+        name = piece.grade_id if piece.grade_id in solutions else by_id.get(piece.cell_id or "")
+        if name is not None:
+            owners.append((solutions[name].id, piece))
+        elif piece.grade_id in tests or piece.cell_id in tests.values():
+            owners.append((tests.get(piece.grade_id or "", piece.cell_id), piece))
+        elif piece.cell_id in given:
+            owners.append((piece.cell_id, piece))
+        else:
+            owners.append((None, piece))
+    for owner, piece in owners:
+        if owner is not None and owner not in tests.values():
+            if owner in place:
+                notes.append(f"答题单元 {by_id.get(owner, owner)} 出现了不止一次：最后一个算作答案，前面的也照常运行。")
+            place[owner] = piece
+    last: str | None = None
+    for owner, piece in owners:
+        if owner in tests.values():
+            last = owner
+        elif owner is not None and place[owner] is piece:
+            last = owner
+        else:
+            after.setdefault(last, []).append(piece)
+
+    result = _copy(release)
+    result.cells = [_extra(piece, 0, number) for number, piece in enumerate(after.get(None, []))]
+    for position, cell in enumerate(release.cells):
+        cell = _copy(cell)
+        if cell.id in place:
+            cell.source = place[cell.id].source
+        elif cell.id in by_id:
+            # Not the stub: it would replace what the learner may have defined in a cell of their own.
+            cell.source = "# 提交的笔记本里没有这个答题单元"
+            notes.append(f"没有找到答题单元 {by_id[cell.id]}：如果代码写在别的单元里，那些单元照常运行。")
+        result.cells.append(cell)
+        result.cells += [_extra(piece, position + 1, number) for number, piece in enumerate(after.get(cell.id, []))]
+    return result, notes
+
+
+def refusal(release: NotebookNode, reason: str) -> NotebookNode:
+    """The release with a note that the submission was refused; to be left open, not examined."""
+    result = _copy(release)
+    result.metadata["launchlab"] = {"refused": reason}
+    return result
+
+
+def _parse(data: bytes, notes: list[str]) -> dict:
+    if len(data) > LARGEST:
+        raise Refused(f"文件有 {len(data) >> 20} MiB，太大了。请在 JupyterLab 里清除输出（Edit → Clear Outputs of All Cells），保存后重新提交。")
+    if not data.strip(b"\0 \t\r\n"):
+        raise Refused("文件是空的。请打开笔记本确认内容还在，保存后重新提交。")
+    text = None
+    for encoding in ("utf-8-sig", "utf-16") if data[:2] not in (b"\xff\xfe", b"\xfe\xff") else ("utf-16", "utf-8-sig"):
+        try:
+            text = data.decode(encoding)
+            if encoding == "utf-16":
+                notes.append("文件是 UTF-16 编码，已按 UTF-16 读取。")
+            break
+        except UnicodeDecodeError:
+            continue
+    if text is None:
+        text = data.decode("utf-8", errors="replace")
+        notes.append("文件里有不是 UTF-8 的字节，已换成占位符。")
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"文件不是完整的笔记本（{_json_error(error)}）：可能没有上传完，或被别的程序改过。请重新下载或保存，再提交一次。") from None
+    if not isinstance(document, dict):
+        raise Refused("文件不是 Jupyter 笔记本。请提交 .ipynb 文件。")
+    return document
+
+
+def _json_error(error: Exception) -> str:
+    line = getattr(error, "lineno", None)
+    return f"JSON 在第 {line} 行中断" if line else "JSON 无法解析"
+
+
+def _pieces(document: dict, notes: list[str]) -> list[_Piece]:
+    cells = document.get("cells")
+    if cells is None and isinstance(document.get("worksheets"), list):  # nbformat 3
+        cells = [cell for sheet in document["worksheets"] if isinstance(sheet, dict) for cell in sheet.get("cells") or []]
+        notes.append("笔记本是旧格式（nbformat 3），已转换。")
+    if not isinstance(cells, list):
+        raise Refused("笔记本里没有单元列表。请用 JupyterLab 打开确认，保存后重新提交。")
+    if len(cells) > MOST_CELLS:
+        raise Refused(f"笔记本有 {len(cells)} 个单元，太多了。请从课程目录重新取一份，把答案填进去再提交。")
+    pieces = []
+    for cell in cells:
+        if not isinstance(cell, dict):
+            notes.append("跳过了一个损坏的单元。")
+            continue
+        metadata = cell.get("metadata") if isinstance(cell.get("metadata"), dict) else {}
+        mark = metadata.get("nbgrader") if isinstance(metadata.get("nbgrader"), dict) else {}
+        grade_id = mark.get("grade_id") if isinstance(mark.get("grade_id"), str) else None
+        cell_id = cell.get("id") if isinstance(cell.get("id"), str) else None
+        # An answer cell turned into text still holds the answer; other text is the learner's own notes.
+        if cell.get("cell_type") != "code" and not (grade_id or (cell_id or "").startswith("solution-")):
+            continue
+        source = cell.get("source", cell.get("input", ""))
+        source = "".join(part for part in source if isinstance(part, str)) if isinstance(source, list) else source
+        if not isinstance(source, str):
+            notes.append("跳过了一个没有文本的单元。")
+            continue
+        if len(source) > LONGEST:
+            raise Refused("有一个单元超过一百万个字符。请删去粘贴进去的数据，再提交一次。")
+        # Lone surrogates are legal JSON and illegal UTF-8.
+        pieces.append(_Piece(source.encode("utf-8", errors="replace").decode(), grade_id, cell_id))
+    return pieces
+
+
+def _copy(node: NotebookNode) -> NotebookNode:
+    return nbformat.from_dict(json.loads(json.dumps(node)))
+
+
+def _extra(piece: _Piece, position: int, number: int) -> NotebookNode:
+    return new_code_cell(piece.source, id=f"extra-{position}-{number}")
+
+
+class IntakeExporter(NotebookExporter):
+    """nbgrader's exporter for ``autograde``: reads a submission by `graft` instead of by nbformat.
+
+    Made once per ``nbgrader autograde``, before any submission is read: so it is also where
+    the class is prepared (one grader at a time, unfinished work of a killed one swept away).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        converter = self.parent
+        self._coursedir = converter.coursedir
+        _take_turn(self.log)
+        gradebook.ensure(self._coursedir.assignment_id, self._coursedir)
+        for folder in list(converter.assignments):
+            self._rename(converter, Path(folder))
+            self._sweep(Path(folder))
+
+    def from_filename(self, filename: str, resources: dict | None = None, **kwargs: Any) -> tuple[str, dict]:
+        if Path(filename).is_relative_to(Path(self._coursedir.root, self._coursedir.autograded_directory)):
+            return super().from_filename(filename, resources=resources, **kwargs)
+        assignment, notebook = resources["nbgrader"]["assignment"], resources["nbgrader"]["notebook"]
+        release_path = Path(self._coursedir.format_path(self._coursedir.release_directory, ".", assignment), f"{notebook}.ipynb")
+        release = nbformat.read(release_path, as_version=4)
+        try:
+            nb, notes = graft(Path(filename).read_bytes(), release)
+        except Refused as error:
+            nb, notes = refusal(release, str(error)), [str(error)]
+        except Exception:  # noqa: BLE001 - one submission must never stop a class
+            self.log.exception("intake of %s failed", filename)
+            reason = "读取这份提交时出了意外的错误，请教师查看日志。"
+            nb, notes = refusal(release, reason), [reason]
+        if notes:
+            self.log.warning("%s: %s", filename, "；".join(notes))
+            nb.metadata.setdefault("launchlab", {})["notes"] = notes
+            nb.cells.insert(0, new_markdown_cell("**收卷说明**\n\n" + "\n".join(f"- {note}" for note in notes), id="intake-notes"))
+        return self.from_notebook_node(nb, resources=resources, **kwargs)
+
+    def _rename(self, converter: Any, folder: Path) -> None:
+        """A notebook under another name, if it is the only one and none has the right name, is taken for the chapter's."""
+        wanted = folder / f"{self._coursedir.assignment_id}.ipynb"
+        found = [Path(path) for path in converter.assignments[str(folder)]]
+        if wanted.exists() or len(found) != 1:
+            return
+        # nbgrader skips names it does not know; the file handed in stays as it was.
+        shutil.copy2(found[0], wanted)
+        converter.assignments[str(folder)] = [str(wanted)]
+        self.log.warning("%s: taken for %s", found[0], wanted.name)
+
+    def _sweep(self, submitted: Path) -> None:
+        """Remove the half-made result of a grader that was killed: nbgrader would take it for done."""
+        student = re.sub(rf"^{re.escape(str(Path(self._coursedir.root, self._coursedir.submitted_directory)))}/", "", str(submitted)).split("/")[0]
+        done = Path(self._coursedir.format_path(self._coursedir.autograded_directory, student, self._coursedir.assignment_id))
+        if done.is_dir() and not _finished(done):
+            self.log.warning("%s: unfinished, grading again", done)
+            shutil.rmtree(done)
+
+
+def _finished(folder: Path) -> bool:
+    notebooks = list(folder.glob("*.ipynb"))
+    try:
+        return bool(notebooks) and all("examined" in json.loads(path.read_text(encoding="utf-8"))["metadata"].get("launchlab", {}) for path in notebooks)
+    except (ValueError, KeyError, OSError):
+        return False
+
+
+_turn: list[int] = []
+
+
+def _take_turn(log: Any) -> None:
+    """Hold the course's grading lock until this process ends; wait for another grader's turn to end."""
+    if _turn:
+        return
+    BUILD.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(BUILD / "grading.lock", os.O_RDWR | os.O_CREAT, 0o664)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        log.warning("另一个评分进程正在运行，等它结束……")
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    _turn.append(descriptor)

@@ -1,0 +1,39 @@
+"""`launchlab check`: the learner's own examiner, the same exam as the instructor's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+from rich.console import Console
+
+from launchlab.exam.examine import examine
+from launchlab.grading.intake import Refused, graft
+from launchlab.grading.table import verdicts
+from launchlab.manifest import chapter as find_chapter
+
+
+def main(name: str, notebook: Path | None = None) -> int:
+    """Examine ``notebook`` (by default the chapter's in ``course/``) and explain; 0 if all is passed, 1 if not, 2 if it cannot be examined."""
+    console = Console()
+    chapter = find_chapter(name)
+    path = Path(notebook) if notebook else chapter.release
+    if not path.is_file():
+        console.print(f"没有找到笔记本 {path}。请检查路径；要从头开始，可以用 git checkout 取回 course/{chapter.name}。")
+        return 2
+    if not chapter.solution.is_file():
+        console.print(f"没有找到 {chapter.name} 的参考解答（solutions/），评分需要它。请使用完整的课程仓库。")
+        return 2
+    try:
+        nb, notes = graft(path.read_bytes(), nbformat.read(chapter.release, as_version=4))
+    except Refused as error:
+        console.print(str(error))
+        return 2
+    with console.status(f"正在评 {chapter.name} ……"):
+        report = examine(nb, chapter, files=path.parent).to_json()
+    for note in notes:
+        console.print(f"· {note}")
+    console.print(verdicts(chapter.title, [("我的笔记本", report["checks"])]))
+    where = f"GPU：{report['gpu']}" if report["gpu"] else "没有 GPU：标着“需要 GPU”的练习没有评"
+    console.print(f"得分 {report['score']:g} / {report['max']:g}。{where}。用时 {report['seconds']:.1f} 秒。")
+    return 0 if all(check["verdict"] == "passed" and check["score"] == check["points"] for check in report["checks"]) else 1

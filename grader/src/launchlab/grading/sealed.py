@@ -1,0 +1,62 @@
+"""The sealed exam as nbgrader's Execute step."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from nbconvert.exporters.exporter import ResourcesDict
+from nbformat import NotebookNode
+from nbgrader.preprocessors import NbGraderPreprocessor
+
+from launchlab.exam import judge, show
+from launchlab.exam.examine import examine
+from launchlab.exam.report import CheckReport, Report
+from launchlab.manifest import chapter
+from launchlab.paths import BUILD
+
+
+class SealedExecute(NbGraderPreprocessor):
+    """Examines a submission and writes its verdicts as outputs, and its report under ``build/reports``."""
+
+    def preprocess(self, nb: NotebookNode, resources: ResourcesDict) -> tuple[NotebookNode, ResourcesDict]:
+        student, assignment = resources["nbgrader"]["student"], resources["nbgrader"]["assignment"]
+        told = nb.metadata.get("launchlab", {})
+        if "refused" in told:
+            report = refuse(nb, assignment, told["refused"])
+        else:
+            report = examine(nb, chapter(assignment), files=Path(resources["metadata"]["path"]) if "path" in resources.get("metadata", {}) else None)
+        report.notes = list(told.get("notes", []))
+        write_report(report, student)
+        if report.sandbox == "none":
+            self.log.warning("没有可用的 bubblewrap：这份提交是在没有沙箱的情况下评分的。")
+        # The mark by which a finished result is told from one that a killed grader left behind.
+        nb.metadata.setdefault("launchlab", {})["examined"] = True
+        return nb, resources
+
+
+def refuse(nb: NotebookNode, assignment: str, reason: str) -> Report:
+    """A report that leaves every exercise open, for a submission that could not be read."""
+    report = Report(assignment, "not needed", None, None)
+    for cell in nb.cells:
+        mark = cell.metadata.get("nbgrader", {})
+        if cell.cell_type == "code" and mark.get("grade"):
+            check = CheckReport(mark["grade_id"], "answer", False, float(mark["points"]), None, judge.REFUSED, reason, [{"check": "stopped", "verdict": judge.REFUSED}])
+            report.checks.append(check)
+            show.verdict(cell, check)
+    return report
+
+
+def report_path(student: str, assignment: str) -> Path:
+    """Where the report of a graded submission lies."""
+    return BUILD / "reports" / student / f"{assignment}.json"
+
+
+def write_report(report: Report, student: str) -> None:
+    """Write ``report`` as JSON, whole or not at all."""
+    path = report_path(student, report.chapter)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(report.to_json(), ensure_ascii=False, indent=1), encoding="utf-8")
+    os.replace(part, path)

@@ -1,0 +1,52 @@
+"""The table of chapters in README.md, made from the manifest."""
+
+import re
+
+from launchlab import manifest, paths
+
+BEGIN, END = "<!-- chapters: begin (made by `launchlab build`) -->", "<!-- chapters: end -->"
+README = paths.ROOT / "README.md"
+
+
+def main(check: bool) -> int:
+    """Bring the table up to date; with `check` write nothing and return 1 where it is out of date."""
+    current = README.read_text(encoding="utf-8")
+    wanted = updated(current)
+    if wanted == current:
+        return 0
+    if check:
+        print("✗ README.md：章节表与 chapters.toml 不一致")
+        return 1
+    README.write_text(wanted, encoding="utf-8")
+    print("✓ README.md：章节表已更新")
+    return 0
+
+
+def updated(text: str) -> str:
+    """`text` with what lies between the two markers replaced by the table; ValueError where a marker is missing."""
+    made, count = re.subn(f"(?s)(?<={re.escape(BEGIN)}\n).*(?={re.escape(END)})", lambda _: table(), text)
+    if count != 1:
+        raise ValueError("README.md has lost the markers of its table of chapters")
+    return made
+
+
+def table() -> str:
+    """One Markdown table a module; a chapter that is ready is a link to its notebook."""
+    return "".join(_module(module) for module in manifest.modules())
+
+
+def _module(module: manifest.Module) -> str:
+    rows = "".join(_row(chapter) for chapter in manifest.chapters() if chapter.module == module.id)
+    return f"\n**{module.title}** · {module.about}\n\n| chapter | minutes | needs |\n|---|---:|---|\n{rows}\n"
+
+
+def _row(chapter: manifest.Chapter) -> str:
+    where = chapter.release.relative_to(paths.ROOT).as_posix()
+    title = f"[{chapter.title}]({where})" if chapter.ready else f"{chapter.title} *(planned)*"
+    needs = chapter.needs
+    parts = [f"{needs.memory_gib:g} GB"]
+    if needs.cuda > (12, 0):
+        parts.append("CUDA {}.{}".format(*needs.cuda))
+    if needs.tensorrt:
+        parts.append("TensorRT")
+    return f"| {title} | {chapter.minutes} | {', '.join([*parts, *needs.packages])} |\n"

@@ -1,0 +1,1391 @@
+# %% [markdown]
+# # CUDA 图优化概念
+#
+# 一个深度学习模型推理一次，CPU 往往要启动上百个内核（kernel）。如果每个内核只算几微秒，
+# CPU 光是“一个一个地吩咐”，就可能比 GPU 干活还慢。
+#
+# CUDA 图（CUDA Graph）的办法很朴素：**把要吩咐的事情先录下来，以后一次交出去。**
+#
+# 这一章弄清楚三件事：录下来的到底是什么，省掉的到底是什么，以及什么时候不值得录。
+#
+# **学完以后，你能够**
+#
+# - 说出捕获（capture）、实例化（instantiate）、图启动（graph launch）各做什么，并用真实的 API 一步步走完；
+# - 分清图记住了什么（地址、标量、依赖），没记住什么（数据、Python 代码）；
+# - 自己测出图省下的时间，并说清楚是谁的时间；
+# - 用几个数字判断一个任务值不值得用图。
+#
+# **需要的基础**：《课程导入》里的动机，《CUDA 执行模型》里的流（stream）、事件（event）和异步执行。
+#
+# **时间**：约 75 分钟，其中四道练习约 35 分钟。
+#
+# 本章的一些说法和数字来自课程最初的讲义。讲义给了一个好起点，但我们不照单全收：
+# 每一条都用一个小实验去问 GPU，不准确的地方就地改正。
+
+# %%
+import numpy as np
+from functools import partial
+from launchlab import lab
+from launchlab.exam import check, on_gpu, reference, secret, student
+
+lab.here()
+
+# %% [markdown]
+# ## 逐个启动：钱花在哪里
+#
+# 先准备三个小内核。名字后面会反复出现：
+#
+# - `mix`：把数组里的每个 32 位整数“搅拌”一次。它的结果依赖顺序，也永远不会停在一个固定值上，
+#   所以漏做一次、多做一次、顺序颠倒，结果都会不同，最适合用来验证“该做的真的做了”。
+# - `absorb`：把另一块缓冲的内容异或进来，当作“吸收一份新输入”。
+# - `spin`：让 GPU 空转给定的纳秒数，用来模拟长短不同的内核。
+
+# %% tags=["gpu"]
+import cupy as cp
+import cupyx
+from cuda.bindings import runtime as cudart
+
+SOURCE = r"""
+extern "C" __global__ void mix(unsigned int *x, unsigned int i, unsigned int size) {
+    unsigned int t = blockIdx.x * blockDim.x + threadIdx.x;
+    if (t >= size) return;
+    unsigned int v = x[t];
+    v ^= v >> 15;
+    v *= 0x2c1b3c6du;
+    v ^= v >> 12;
+    v += i;
+    x[t] = v;
+}
+
+extern "C" __global__ void absorb(unsigned int *x, const unsigned int *input, unsigned int size) {
+    unsigned int t = blockIdx.x * blockDim.x + threadIdx.x;
+    if (t < size) x[t] ^= input[t];
+}
+
+extern "C" __global__ void spin(unsigned long long ns) {
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < ns);
+}
+"""
+module = cp.RawModule(code=SOURCE)
+mix, absorb, spin = (module.get_function(name) for name in ("mix", "absorb", "spin"))
+
+stream = cp.cuda.Stream(non_blocking=True)
+BLOCK = 256
+
+
+def launch_mix(x, i):
+    """Launch mix with index i on x (cupy uint32, 1-D), on the current stream. Returns at once."""
+    mix((-(-x.size // BLOCK),), (BLOCK,), (x, np.uint32(i), np.uint32(x.size)))
+
+
+def launch_absorb(x, arrived):
+    """Launch x ^= arrived (cupy uint32, 1-D, same size), on the current stream. Returns at once."""
+    absorb((-(-x.size // BLOCK),), (BLOCK,), (x, arrived, np.uint32(x.size)))
+
+
+def launch_spin(us):
+    """Keep one GPU thread busy for us microseconds, on the current stream. Returns at once."""
+    spin((1,), (1,), (np.uint64(us * 1000),))
+
+
+def eager_chain(x, n):
+    """Launch mix n times on x, one launch after the other: indices 0 … n-1, on `stream`."""
+    with stream:
+        for i in range(n):
+            launch_mix(x, i)
+
+
+# The first launch of a kernel loads its code, which is not allowed while a stream is capturing: warm up.
+with stream:
+    warm = cp.zeros(BLOCK, cp.uint32)
+    launch_mix(warm, 0)
+    launch_absorb(warm, warm)
+    launch_spin(1)
+stream.synchronize()
+
+# %% [markdown]
+# 还要一个 NumPy 版的 `mix`，好知道正确答案是什么。
+
+# %%
+def mixed(x, n, first=0):
+    """Return x (numpy uint32) after n rounds of mix with indices first, first + 1, …; x stays as it is."""
+    v = x.copy()
+    for i in range(first, first + n):
+        v ^= v >> np.uint32(15)
+        v *= np.uint32(0x2C1B3C6D)
+        v ^= v >> np.uint32(12)
+        v += np.uint32(i)
+    return v
+
+
+# %% [markdown]
+# ### 两块表
+#
+# 启动 200 个 `mix`，要多久？这个问题其实有两个答案，取决于你问的是谁：
+#
+# - **提交时间**：CPU 把 200 个内核都交出去用了多久。函数一返回就停表，不管 GPU 做完没有。
+# - **端到端时间**：从开始提交，到 GPU 全部做完。停表之前要先同步。
+#
+# 下面用最原始的方法把两块表都掐一遍。
+
+# %% tags=["demo", "gpu"]
+from time import perf_counter
+
+SIZE = 4096
+with stream:
+    x = cp.arange(SIZE, dtype=cp.uint32)
+stream.synchronize()
+
+start = perf_counter()
+eager_chain(x, 200)
+submitted = perf_counter()
+stream.synchronize()
+finished = perf_counter()
+
+lab.say(
+    f"CPU 提交 200 个内核用了 **{(submitted - start) * 1e6:.0f} µs**，"
+    f"GPU 全部做完是在第 **{(finished - start) * 1e6:.0f} µs**。"
+    f"CPU 平均每个内核要忙 {(submitted - start) * 1e6 / 200:.1f} µs。"
+)
+
+# %% [markdown]
+# 注意两块表几乎一样长：CPU 刚交出最后一个内核，GPU 也差不多做完了。换句话说，**GPU 一直在等 CPU**。
+# 这种情况叫启动受限（launch-bound）。CPU 为每次启动付出的时间，就是启动开销（launch overhead）。
+#
+# 掐一次表不够可靠。`lab.submit_us` 和 `lab.end_to_end_us` 做的就是上面这几行，重复很多次，取中位数；
+# `lab.compare_us` 让两种做法轮流上场（A B B A），这样机器忽快忽慢对两边是公平的。
+#
+# ### 内核之间真的有“隐式同步”吗
+#
+# 讲义说：逐个启动时，“每个 kernel 之间隐式同步”，GPU 要等前一个内核完成才能开始下一个。
+# 这句话说的是 CPU 在等，还是 GPU 在等？如果不用同一条流，还等不等？
+#
+# 拿四个各 2 毫秒的 `spin` 试一试：一次都放在一条流里，一次放在四条流里。
+
+# %% tags=["demo", "gpu"]
+SPIN_US = 2000
+sides = [cp.cuda.Stream(non_blocking=True) for _ in range(4)]
+
+
+def spins_in_one_stream():
+    with stream:
+        for _ in sides:
+            launch_spin(SPIN_US)
+
+
+def spins_in_four_streams():
+    for side in sides:
+        with side:
+            launch_spin(SPIN_US)
+
+
+rows = []
+for name, work in (("一条流", spins_in_one_stream), ("四条流", spins_in_four_streams)):
+    submit, total = lab.submit_us(work, repeats=10), lab.end_to_end_us(work, repeats=10)
+    rows.append((name, f"{submit.median:.0f} µs", f"{total.median / 1000:.1f} ms"))
+lab.say(lab.table(("4 个 2 ms 的内核", "CPU 提交", "端到端"), rows))
+
+# %% [markdown]
+# 一张表，两个结论：
+#
+# - **CPU 和 GPU 之间没有同步。** 提交只花了几十微秒，远远少于内核的运行时间：CPU 交完就走，不等任何内核。
+# - **GPU 上的等待来自“同一条流”，不来自“逐个启动”。** 同一条流里的工作按顺序做，这叫流内顺序；
+#   放进四条流，四个内核就同时在跑。
+#
+# 所以更准确的说法是：逐个启动的代价不是“每个内核同步一次”，而是**每个内核都要 CPU 忙一次**，
+# 于是提交时间和内核数量成正比，也就是 $O(N)$。
+
+# %% [markdown]
+# ## CUDA 图是什么
+#
+# CUDA 图是一张有向无环图（directed acyclic graph，DAG）：
+#
+# - **节点（node）** 是一件 GPU 要做的事：内核、内存拷贝、memset、事件记录、CPU 函数……
+# - **边（edge）** 是依赖（dependency）：箭头指向的节点，要等箭头出发的节点做完才能开始。
+# - 没有路径相连的两个节点，谁先谁后都可以，也可以同时做。
+#
+# 比如“先拷入数据，再算两个互不相关的分支，最后合并”，画出来是这样（这一格不需要 GPU）：
+
+# %% tags=["demo"]
+import matplotlib.pyplot as plt
+
+lab.plot_style()
+lab.draw_graph(
+    (
+        {"input": "memcpy", "left": "kernel", "right": "kernel", "merge": "kernel", "output": "memcpy"},
+        [("input", "left"), ("input", "right"), ("left", "merge"), ("right", "merge"), ("merge", "output")],
+    ),
+    title="节点是工作，边是依赖",
+)
+plt.show()
+
+# %% [markdown]
+# 图有两种形态，名字很像，别混：
+#
+# | 形态 | 类型 | 像什么 |
+# |:--|:--|:--|
+# | 图的定义 | `cudaGraph_t` | 一份菜谱：有哪些步骤，谁先谁后，可以查看和修改 |
+# | 可执行图（executable graph） | `cudaGraphExec_t` | 照菜谱备好的一套料：检查过、编好了命令，随时可以下锅，但看不见里面 |
+#
+# 从代码到执行，正好三步：
+#
+# 1. **捕获**：照常调用 CUDA，但工作不执行，只被记成节点，得到 `cudaGraph_t`；
+# 2. **实例化**：由定义造出 `cudaGraphExec_t`，检查、分配、编排都在这一步付清；
+# 3. **启动**：把可执行图交给一条流，一次调用。想重放（replay）多少次都行。
+#
+# 讲义把这叫“捕获阶段”和“执行阶段”；实例化夹在两者之间，是最贵、也最容易被忘记的一步。
+#
+# ## 第一步：捕获
+#
+# 最常用的捕获方式是流捕获（stream capture）：让一条流进入捕获状态，此后往这条流里放的工作都被“录”下来。
+# 下面的内容和讲义里的 C++ 例子一一对应：两个内核、一次设备内拷贝，我们再添一次事件记录。
+#
+# `cuda.bindings` 的每个函数都返回一个元组，第一项是错误码；`lab.check_cuda` 只做一件事：
+# 错误码不为零就抛出带解释的异常，否则把其余的值交给你。
+
+# %% tags=["demo", "gpu"]
+GLOBAL = cudart.cudaStreamCaptureMode.cudaStreamCaptureModeGlobal
+DEVICE_TO_DEVICE = cudart.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+
+with stream:
+    x = cp.arange(SIZE, dtype=cp.uint32)
+    y = cp.zeros_like(x)
+stopwatch = cp.cuda.Event()
+stream.synchronize()
+before = x.get()
+
+lab.check_cuda(cudart.cudaStreamBeginCapture(stream.ptr, GLOBAL))
+with stream:
+    launch_mix(x, 0)
+    launch_mix(x, 1)
+lab.check_cuda(cudart.cudaMemcpyAsync(y.data.ptr, x.data.ptr, x.nbytes, DEVICE_TO_DEVICE, stream.ptr))
+lab.check_cuda(cudart.cudaEventRecordWithFlags(stopwatch.ptr, stream.ptr, cudart.cudaEventRecordExternal))
+graph = lab.check_cuda(cudart.cudaStreamEndCapture(stream.ptr))
+
+stream.synchronize()
+lab.say(
+    f"捕获结束后，`x` 变了吗？**{'没有变' if np.array_equal(x.get(), before) else '变了'}**。"
+    "捕获只记录，不执行：那两个 `mix` 一次也没有运行。"
+)
+
+# %% [markdown]
+# 录到了什么？可以问驱动：`cudaGraphGetNodes` 给出节点，`cudaGraphNodeGetType` 给出每个节点的种类。
+
+# %% tags=["demo", "gpu"]
+from collections import Counter
+
+
+def kinds(graph):
+    """Count the nodes of a graph (cudaGraph_t or int) by kind."""
+    _, count = lab.check_cuda(cudart.cudaGraphGetNodes(graph, 0))  # asks only how many there are
+    nodes, _ = lab.check_cuda(cudart.cudaGraphGetNodes(graph, count)) if count else ([], 0)
+    types = (lab.check_cuda(cudart.cudaGraphNodeGetType(node)) for node in nodes)
+    return dict(Counter(kind.name.removeprefix("cudaGraphNodeType") for kind in types))
+
+
+print(kinds(graph))
+
+# %% [markdown]
+# 讲义建议先用 `cudaGraphDebugDotPrint` 导出图结构，检查依赖是否符合预期。这是个好习惯：
+# 它写出 DOT 格式的文本，看一眼就知道有没有漏录、有没有多出一条边。
+
+# %% tags=["demo", "gpu"]
+import tempfile
+from pathlib import Path
+
+with tempfile.TemporaryDirectory() as folder:
+    path = Path(folder, "graph.dot")
+    lab.check_cuda(cudart.cudaGraphDebugDotPrint(graph, str(path).encode(), 0))
+    dot = path.read_text()
+
+print(dot[:420], "…")
+lab.draw_graph(dot, title="刚才捕获到的图")
+plt.show()
+
+# %% [markdown]
+# 四个节点连成一条直线。为什么是直线？`mix` 和拷贝确实有先后关系，但驱动并没有去分析数据：
+# **同一条流里的先后，被原样记成了边**。后面还会回到这一点。
+#
+# 关于事件有一个细节。讲义把“事件记录”也列为节点，这只对了一半：
+# 普通的 `cudaEventRecord` 在捕获中只是一个记号，用来表达依赖，不产生节点；
+# 带 `cudaEventRecordExternal` 标志的才会变成节点，图每次执行都真的记录一次。比较一下：
+
+# %% tags=["demo", "gpu"]
+def record(work):
+    """Capture what work() launches on `stream`, by CuPy's short form. Returns an instantiated cupy Graph."""
+    with stream:
+        stream.begin_capture()
+        try:
+            work()
+        finally:
+            captured = stream.end_capture()
+    return captured
+
+
+def mix_event_mix(flags):
+    launch_mix(x, 0)
+    lab.check_cuda(cudart.cudaEventRecordWithFlags(stopwatch.ptr, stream.ptr, flags))
+    launch_mix(x, 1)
+
+
+for name, flags in (("普通记录", cudart.cudaEventRecordDefault), ("External", cudart.cudaEventRecordExternal)):
+    print(f"{name:9}", kinds(record(partial(mix_event_mix, flags)).graph))
+
+# %% [markdown]
+# 上面的 `record` 用的是 CuPy 的短写法，下一节就讲。先把三步走完。
+#
+# ## 第二步：实例化
+#
+# `cudaGraphInstantiate` 检查图的结构，分配需要的资源，把节点编排成可以直接交给 GPU 的形式。
+#
+# 讲义里的写法有五个参数：`cudaGraphInstantiate(&graphExec, graph, NULL, NULL, 0)`，那是 CUDA 11 的签名。
+# 从 CUDA 12 起只剩图和标志位两项；在 Python 里，结果从返回值里拿。
+
+# %% tags=["demo", "gpu"]
+graph_exec = lab.check_cuda(cudart.cudaGraphInstantiate(graph, 0))
+print(graph_exec)
+
+# %% [markdown]
+# ## 第三步：启动
+#
+# 每次提交只要一次 `cudaGraphLaunch`。它是异步的：函数返回时 GPU 可能还没开始，要读结果必须先同步。
+#
+# 连续启动三次，`x` 应当被搅拌 3 × 2 轮，`y` 是最后的副本。
+
+# %% tags=["demo", "gpu"]
+for _ in range(3):
+    lab.check_cuda(cudart.cudaGraphLaunch(graph_exec, stream.ptr))
+lab.check_cuda(cudart.cudaStreamSynchronize(stream.ptr))
+
+expected = before
+for _ in range(3):
+    expected = mixed(expected, 2)
+print("三次重放的结果与 NumPy 一致：", np.array_equal(y.get(), expected))
+
+# %% [markdown]
+# 既然可执行图是照着定义造的，造好以后还需要定义吗？把定义销毁，再启动一次看看。
+
+# %% tags=["demo", "gpu"]
+lab.check_cuda(cudart.cudaGraphDestroy(graph))
+lab.check_cuda(cudart.cudaGraphLaunch(graph_exec, stream.ptr))
+lab.check_cuda(cudart.cudaStreamSynchronize(stream.ptr))
+print("销毁定义以后，可执行图照样工作：", np.array_equal(y.get(), mixed(expected, 2)))
+
+lab.check_cuda(cudart.cudaGraphExecDestroy(graph_exec))
+
+# %% [markdown]
+# 定义和可执行图是两个独立的对象。反过来也成立：造好以后再改定义，可执行图不会跟着变。
+# 想让它变，要么更新它，要么重新实例化。
+#
+# ### CuPy 的短写法
+#
+# 平时不必写这么多。CuPy 的 `stream.end_capture()` 一次做完“结束捕获”和“实例化”，
+# 返回的 `cupy.cuda.Graph` 同时拿着两个句柄：`graph`（定义）和 `graphExec`（可执行图）。
+
+# %% tags=["demo", "gpu"]
+with stream:
+    stream.begin_capture()
+    launch_mix(x, 0)
+    launch_mix(x, 1)
+    short = stream.end_capture()
+
+short.launch(stream)
+stream.synchronize()
+print(type(short).__name__, kinds(short.graph), "可执行图句柄：", hex(short.graphExec))
+print(short.debug_dot_str()[:60], "…")
+
+# %% [markdown]
+# 两处小差别值得记住：
+#
+# - CuPy 默认用最宽松的捕获模式（relaxed），上面的原始调用用的是讲义里的 `cudaStreamCaptureModeGlobal`，检查最严；
+# - `record` 把 `end_capture` 放在 `finally` 里：中途出错也一定要结束捕获，否则这条流就一直停在捕获状态。
+
+# %% [markdown]
+# ## 图记住了什么，没记住什么
+#
+# 捕获时执行过的 Python 代码，重放时还会执行吗？内核的标量参数，重放时取当时的值还是现在的值？
+#
+# 猜一猜下面的 `calls` 最后是几，结果里加的是 5 还是 7。
+
+# %% tags=["demo", "gpu"]
+calls = 0
+index = 5
+
+
+def step():
+    global calls
+    calls += 1
+    launch_mix(x, index)
+
+
+replay = record(step)
+index = 7
+
+stream.synchronize()
+expected = x.get()
+for _ in range(10):
+    replay.launch(stream)
+    expected = mixed(expected, 1, first=5)
+stream.synchronize()
+
+print("calls =", calls)
+print("10 次重放用的都是捕获时的 5：", np.array_equal(x.get(), expected))
+
+# %% [markdown]
+# - **标量按值记录**：捕获那一刻的 5 被抄进了节点，之后变量改成 7 与图无关。
+# - **指针也按值记录**：抄进去的是地址。地址里的数据每次重放时才去读，所以数据可以变，见后面的误区一。
+# - **Python 代码不被记录**：`step` 只在捕获时跑了一次。计数、打印、`if` 判断都在那一次定下来，重放时不会重来。
+#
+# 最后一条意味着：如果程序要根据 GPU 的中间结果决定下一步做什么，一张普通的图是录不下来的。
+
+# %% [markdown]
+# ## 捕获期间禁止什么
+#
+# 捕获时什么都没有真正执行，所以“等它做完”没有意义，“现在就要一块显存”也没法推迟。
+# 讲义点名了几个：`cudaStreamSynchronize`、`cudaDeviceSynchronize`、`cudaMalloc`；并说 `cudaMalloc` 可以换成 `cudaMallocAsync`。
+#
+# 逐个试：每次开始一次捕获，做一个操作，再结束捕获，把两处的返回码都记下来。
+
+# %% tags=["demo", "gpu"]
+def sync_stream():
+    return cudart.cudaStreamSynchronize(stream.ptr)
+
+
+def sync_device():
+    return cudart.cudaDeviceSynchronize()
+
+
+def malloc():
+    return cudart.cudaMalloc(1 << 20)
+
+
+def malloc_async():
+    error, pointer = cudart.cudaMallocAsync(1 << 20, stream.ptr)
+    return (error,) if int(error) else cudart.cudaFreeAsync(pointer, stream.ptr)
+
+
+rows = []
+for operation in (sync_stream, sync_device, malloc, malloc_async):
+    lab.check_cuda(cudart.cudaStreamBeginCapture(stream.ptr, GLOBAL))
+    with stream:
+        launch_mix(x, 0)
+    error = operation()[0]
+    ended, graph = cudart.cudaStreamEndCapture(stream.ptr)  # always, also after a refusal
+    found = "没有图" if int(ended) else str(kinds(graph))
+    if not int(ended):
+        lab.check_cuda(cudart.cudaGraphDestroy(graph))
+    rows.append((f"`{operation.__name__}`", f"{error.name}（{int(error)}）", f"{ended.name}（{int(ended)}）", found))
+lab.say(lab.table(("操作", "操作返回", "结束捕获返回", "得到"), rows))
+
+# %% [markdown]
+# 读这张表要注意两点：
+#
+# - 被拒绝的操作返回 900（`cudaErrorStreamCaptureUnsupported`），**同时整次捕获作废**；结束时得到的 901
+#   （`cudaErrorStreamCaptureInvalidated`）只是回声，真正的原因是前面那个 900。排错时要找第一个出错的调用。
+# - 作废之后仍然要调用 `cudaStreamEndCapture`，流才会回到正常状态。上面的循环能接着试下一个操作，靠的就是这一行。
+#
+# `cudaMallocAsync` 则被记成了图里的节点（分配和释放），重放时由图自己管理那块显存。
+#
+# 完整的禁令、捕获模式和恢复办法，是《流捕获：规则与恢复》一章的内容。
+
+# %% [markdown]
+# ## 头条数字：80 µs → 15 µs？
+#
+# 讲义用一张表说明收益。先不急着测，只对讲义自己的数字做两次除法（这一格不需要 GPU）：
+
+# %% tags=["demo"]
+FOUNDING = {"ResNet-50 推理": (100, 80, 15), "BERT 推理": (200, 150, 30), "多流并发推理": (500, 400, 80)}  # kernels, µs, µs
+
+lab.say(
+    lab.table(
+        ("讲义的场景", "内核数", "逐个启动 µs", "图 µs", "倍数", "逐个启动：每个内核 µs", "图：每个节点 µs"),
+        [
+            (name, n, eager, graph, f"{eager / graph:.1f}", f"{eager / n:.2f}", f"{graph / n:.3f}")
+            for name, (n, eager, graph) in FOUNDING.items()
+        ],
+    )
+)
+
+# %% [markdown]
+# 有意思的是最后一列。讲义的正文说，图的启动开销“与图节点数量近似解耦”；
+# 可是按它自己的表，图这一列随节点数一起涨，每个节点的开销几乎不变。两种说法不可能都对。
+#
+# 那就测。横着看，我们比三种提交方式：
+#
+# - **CuPy 逐个启动**：`eager_chain`，包含 Python 和 CuPy 的开销；
+# - **`cuLaunchKernel` 逐个启动**：参数事先备好，直接调驱动，更接近“纯粹的启动”；
+# - **图启动**：一次 `launch`。
+#
+# 内核数除了讲义的 100、200、500，还加上 105 和 86：
+# 它们是从真实的 TensorRT 引擎捕获的图里数出来的节点数（ResNet-50 和 BERT-base，见《捕获 TensorRT 推理》一章）。
+
+# %% tags=["demo", "gpu"]
+import ctypes
+
+from cuda.bindings import driver
+
+
+def graph_of_chain(n):
+    """Capture n dependent launches of mix on x."""
+    return record(lambda: [launch_mix(x, i) for i in range(n)])
+
+
+def driver_chain(n):
+    """Return a function that launches the same chain by cuLaunchKernel, with arguments made beforehand."""
+    function, blocks = mix.kernel.ptr, -(-x.size // BLOCK)
+    types = (ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint32)
+    arguments = [((x.data.ptr, i, x.size), types) for i in range(n)]
+
+    def launch():
+        for values in arguments:
+            driver.cuLaunchKernel(function, blocks, 1, 1, BLOCK, 1, 1, 0, stream.ptr, values, 0)
+
+    return launch
+
+
+founding = {n: (eager, graph) for n, eager, graph in FOUNDING.values()}
+rows = []
+for n, who in ((86, "BERT-base 引擎"), (100, "讲义"), (105, "ResNet-50 引擎"), (200, "讲义"), (500, "讲义")):
+    chain = graph_of_chain(n)
+    pair = lab.compare_us(partial(eager_chain, x, n), partial(chain.launch, stream))
+    lean = lab.submit_us(driver_chain(n), repeats=20)
+    told = founding.get(n, ("—", "—"))
+    rows.append(
+        (f"{n}（{who}）", *told, f"{pair.first.median:.0f}", f"{lean.median:.0f}", f"{pair.second.median:.1f}", f"{pair.ratio:.0f}")
+    )
+lab.say(
+    "CPU 提交时间（µs，中位数）\n\n"
+    + lab.table(("内核数", "讲义：逐个", "讲义：图", "实测：CuPy 逐个", "实测：cuLaunchKernel", "实测：图", "CuPy 逐个 / 图"), rows)
+)
+
+# %% [markdown]
+# 绝对值和讲义差得不少，这很正常：逐个启动的价格取决于 CPU、驱动和语言。讲义那一列摊下来每次启动不到 1 µs，
+# 只有精简的 C++ 程序才接近；Python 里要贵得多。**倍数才是能带走的东西，而且要在自己的机器上测。**
+#
+# 再把 N 拉开，画出提交时间随内核数量的变化。
+
+# %% tags=["demo", "gpu"]
+COUNTS = np.array([1, 3, 10, 30, 100, 300, 1000])
+eager, replayed = [], []
+for n in COUNTS:
+    pair = lab.compare_us(partial(eager_chain, x, int(n)), partial(graph_of_chain(int(n)).launch, stream))
+    eager.append(pair.first)
+    replayed.append(pair.second)
+
+fig, ax = plt.subplots()
+for label, samples in (("逐个启动（CuPy）", eager), ("图启动", replayed)):
+    (line,) = ax.loglog(COUNTS, [s.median for s in samples], label=label)
+    ax.fill_between(COUNTS, [s.percentile(10) for s in samples], [s.percentile(90) for s in samples], color=line.get_color(), alpha=0.15)
+ax.set_xlabel("内核数量 N")
+ax.set_ylabel("CPU 提交时间（µs）")
+ax.set_title(f"提交 N 个内核，CPU 要忙多久（{lab.gpu_name()}）")
+ax.legend()
+plt.show()
+
+per_launch = np.polyfit(COUNTS, [s.median for s in eager], 1)[0]
+per_node = np.polyfit(COUNTS, [s.median for s in replayed], 1)[0]
+lab.say(
+    f"每多一个内核：逐个启动，CPU 多忙 **{per_launch:.2f} µs**；图启动，CPU 多忙 **{per_node * 1000:.1f} ns**。"
+    f"在 N = 1000 处，{eager[-1].median:.0f} µs 对 {replayed[-1].median:.1f} µs。"
+)
+
+# %% [markdown]
+# ### “与节点数解耦”是有条件的
+#
+# 刚才的图是一条直线。从 CUDA 12.6 起，驱动对直线形的图做了专门优化；讲义的数字看上去来自更早的驱动。
+# 如果图有分叉，还这么便宜吗？另外，CPU 不忙了，GPU 上每个节点还要不要时间？
+#
+# 下面捕获两种形状：一条直线，和四条并排的分支，节点总数相同。分叉和汇合用事件表达，
+# 这里只是先看一眼，《多流捕获与图的生命周期》一章会细讲。
+
+# %% tags=["demo", "gpu"]
+branches = []
+for _ in sides:
+    with stream:
+        branches.append(cp.zeros(SIZE, cp.uint32))
+stream.synchronize()
+
+
+def fork_join(works):
+    """Run works[k]() on sides[k], between a fork from `stream` and a join back to it."""
+    events = [cp.cuda.Event(disable_timing=True) for _ in range(len(works) + 1)]
+    events[0].record(stream)
+    for side, work, done in zip(sides, works, events[1:]):
+        side.wait_event(events[0])
+        with side:
+            work()
+        done.record(side)
+        stream.wait_event(done)
+
+
+def branched_chain(n):
+    """n launches of mix, dealt out to four branches."""
+    fork_join([lambda b=b: [launch_mix(b, i) for i in range(n // 4)] for b in branches])
+
+
+widths = {"直线": graph_of_chain, "四条分支": lambda n: record(partial(branched_chain, n))}
+sizes = np.array([40, 100, 200, 500, 1000])
+fig, axes = plt.subplots(1, 2, figsize=(9.5, 3.9))
+slopes = []
+for label, capture in widths.items():
+    graphs = [capture(int(n)) for n in sizes]
+    submit = [lab.submit_us(partial(g.launch, stream)).median for g in graphs]
+    total = [lab.end_to_end_us(partial(g.launch, stream)).median for g in graphs]
+    axes[0].plot(sizes, submit, label=label)
+    axes[1].plot(sizes, total, label=label)
+    slopes.append((label, f"{np.polyfit(sizes, submit, 1)[0] * 1000:.1f}", f"{np.polyfit(sizes, total, 1)[0] * 1000:.0f}"))
+for ax, title in zip(axes, ("CPU 提交一次图", "从提交到 GPU 做完")):
+    ax.set_xlabel("图的节点数")
+    ax.set_ylabel("时间（µs）")
+    ax.set_title(title)
+    ax.set_ylim(bottom=0)
+axes[0].legend()
+plt.show()
+
+eager_500 = lab.submit_us(partial(branched_chain, 500), repeats=20)
+lab.say(
+    lab.table(("图的形状", "CPU：每个节点多 ns", "端到端：每个节点多 ns"), slopes)
+    + f"\n\n同样 500 个内核、四条流，不用图时 CPU 要提交 {eager_500.median:.0f} µs。"
+)
+
+# %% [markdown]
+# 三句话改正原来的那一句：
+#
+# - 图把 **CPU 的提交时间**从“随 N 成正比”降到几乎不随 N 变，直线形的图最明显；
+# - 有分叉的图和旧驱动上，每个节点仍有一点点 CPU 开销，只是比逐个启动小得多；
+# - **GPU 上每个节点的时间一点也没有消失**：右图的两条线都随节点数上升。$O(N) \to O(1)$ 说的是 CPU，不是 GPU。
+
+# %% [markdown]
+# ## 图会替你安排执行顺序吗
+#
+# 讲义说驱动会“解析整张图，优化执行顺序”，没有依赖的节点可以并行。那么，
+# 如果四个 `spin` 彼此毫无关系，却是在同一条流里捕获的，图能看出来并让它们并行吗？
+
+# %% tags=["demo", "gpu"]
+spin_once = partial(launch_spin, SPIN_US)
+in_line = record(spins_in_one_stream)
+side_by_side = record(lambda: fork_join([spin_once] * 4))
+
+fig, axes = plt.subplots(1, 2, figsize=(10, 3.4), width_ratios=(3, 1))
+lab.draw_graph(in_line.debug_dot_str(), ax=axes[0], title="在一条流里捕获")
+lab.draw_graph(side_by_side.debug_dot_str(), ax=axes[1], title="分叉到四条流")
+plt.show()
+
+rows = [
+    (name, f"{lab.end_to_end_us(partial(g.launch, stream), repeats=10).median / 1000:.1f} ms")
+    for name, g in (("在一条流里捕获", in_line), ("分叉到四条流捕获", side_by_side))
+]
+lab.say(lab.table(("4 个互不相关的 2 ms 内核", "图的端到端时间"), rows))
+
+# %% [markdown]
+# 看不出来。**驱动不分析数据，只看边。** 在一条流里捕获，先后顺序就成了边，图必须遵守；
+# 要并行，就得在捕获时分叉，让它们之间没有边。
+#
+# 还要注意：不用图、直接放进四条流，四个内核本来也能并行（见最前面的表）。
+# 并行来自依赖关系，不是图带来的；图带来的是“把整张依赖关系一次交出去”。
+
+# %% [markdown]
+# ## 值不值得
+#
+# ### 收益取决于内核有多短
+#
+# 讲义说启动开销可占总延迟的 10%～30%。这个比例是固定的吗？
+# 用 50 个 `spin` 组成链，让每个内核从 0 到 100 µs 逐渐变长，看图能省下端到端时间的百分之几。
+
+# %% tags=["demo", "gpu"]
+DURATIONS = (0, 2, 5, 10, 20, 50, 100)
+
+
+def spin_chain(us):
+    with stream:
+        for _ in range(50):
+            launch_spin(us)
+
+
+saved = []
+for us in DURATIONS:
+    pair = lab.compare_us(partial(spin_chain, us), partial(record(partial(spin_chain, us)).launch, stream), clock="end_to_end")
+    saved.append(100 * (1 - 1 / pair.ratio))
+
+fig, ax = plt.subplots()
+ax.axhspan(10, 30, color="#E69F00", alpha=0.18, label="讲义：10%～30%")
+ax.plot(range(len(DURATIONS)), saved, label="实测")
+ax.axhline(0, color="#555555", linewidth=0.8)
+ax.set_xticks(range(len(DURATIONS)), [str(us) for us in DURATIONS])
+ax.set_xlabel("每个内核在 GPU 上的时间（µs）")
+ax.set_ylabel("图省下的端到端时间（%）")
+ax.set_title(f"内核越短，图越值钱（{lab.gpu_name()}）")
+ax.legend()
+plt.show()
+lab.say("；".join(f"{us} µs 的内核省 {s:.0f}%" for us, s in zip(DURATIONS, saved)) + "。")
+
+# %% [markdown]
+# 没有固定的比例。提交和执行是同时进行的：CPU 在提交第 5 个内核时，GPU 可能在做第 3 个。所以慢的一方说了算：
+#
+# - 内核比启动还短：GPU 等 CPU，启动受限，图能省下一大块；
+# - 内核比启动长：CPU 早就排好了队，启动开销被藏住了，这叫计算受限（compute-bound），图几乎不省时间，但 CPU 仍然轻松了。
+#
+# 10%～30% 是从一头走到另一头时经过的一段。
+#
+# ### 建一张图要多少钱
+#
+# 捕获和实例化都要时间。重放多少次才能回本？这个次数叫盈亏平衡点（break-even）。
+
+# %% tags=["demo", "gpu"]
+from time import perf_counter_ns
+
+N = 200
+
+
+def capture_chain_raw():
+    """Capture the chain of N launches with explicit calls. Returns a cudaGraph_t."""
+    lab.check_cuda(cudart.cudaStreamBeginCapture(stream.ptr, GLOBAL))
+    eager_chain(x, N)
+    return lab.check_cuda(cudart.cudaStreamEndCapture(stream.ptr))
+
+
+steps = {"捕获": [], "实例化": [], "第一次启动（端到端）": []}
+for _ in range(10):
+    clock = [perf_counter_ns()]
+    graph = capture_chain_raw()
+    clock.append(perf_counter_ns())
+    graph_exec = lab.check_cuda(cudart.cudaGraphInstantiate(graph, 0))
+    clock.append(perf_counter_ns())
+    lab.check_cuda(cudart.cudaGraphLaunch(graph_exec, stream.ptr))
+    stream.synchronize()
+    clock.append(perf_counter_ns())
+    for name, spent in zip(steps, np.diff(clock)):
+        steps[name].append(spent / 1000)
+    lab.check_cuda(cudart.cudaGraphExecDestroy(graph_exec))
+    lab.check_cuda(cudart.cudaGraphDestroy(graph))
+
+chain = graph_of_chain(N)
+pair = lab.compare_us(partial(eager_chain, x, N), partial(chain.launch, stream), clock="end_to_end")
+t_eager, t_graph = pair.first.median, pair.second.median
+cost = {name: float(np.median(spent)) for name, spent in steps.items()}
+t_build = cost["捕获"] + cost["实例化"]
+lab.say(
+    lab.table(("200 个节点", "µs"), [(name, f"{us:.0f}") for name, us in cost.items()] + [("稳定以后重放一次", f"{t_graph:.0f}"), ("逐个启动一次", f"{t_eager:.0f}")])
+)
+
+# %% tags=["demo", "gpu"]
+most = max(6, int(2.5 * t_build / max(t_eager - t_graph, 1e-3)))
+runs = np.arange(0, most + 1)
+fig, ax = plt.subplots()
+ax.plot(runs, runs * t_eager / 1000, marker="", label="逐个启动")
+ax.plot(runs, (t_build + runs * t_graph) / 1000, marker="", label="建图 + 重放")
+ax.set_xlabel("重放次数")
+ax.set_ylabel("累计时间（ms）")
+ax.set_title(f"多少次才能回本（{N} 个内核，{lab.gpu_name()}）")
+ax.legend()
+plt.show()
+lab.say(f"建图花 {t_build:.0f} µs，每次重放省 {t_eager - t_graph:.0f} µs。两条线在第 **{t_build / (t_eager - t_graph):.1f}** 次重放处相交。")
+
+# %% [markdown]
+# 重放成千上万次的推理服务，回本只是一眨眼；可要是每个请求都重新捕获一次，图就永远在亏本。
+# 练习三会让你写出这个计算。
+#
+# ### 抖动
+#
+# 讲义还说，图可以降低实时渲染的帧延迟抖动。把 100 个内核当作一帧，逐个启动和图各跑 300 帧，比较 p50 和 p99。
+
+# %% tags=["demo", "gpu"]
+frame = graph_of_chain(100)
+pair = lab.compare_us(partial(eager_chain, x, 100), partial(frame.launch, stream), clock="end_to_end", pairs=300)
+lab.say(
+    lab.table(
+        ("一帧的端到端时间", "p50 µs", "p99 µs", "p99 − p50 µs"),
+        [
+            (name, f"{s.median:.0f}", f"{s.percentile(99):.0f}", f"{s.percentile(99) - s.median:.0f}")
+            for name, s in (("逐个启动", pair.first), ("图", pair.second))
+        ],
+    )
+)
+
+# %% [markdown]
+# 道理不难：逐个启动时，CPU 在一帧里有 100 次被打断的机会；用图只有一次。机器越忙，这个差别越大。
+#
+# ### 一条可以算的规则
+#
+# 现在可以把“适合”写成算式了。对一个要反复执行的任务，设每一轮有 `n_kernels` 个内核，
+#
+# - 逐个启动一轮：`n_kernels × max(launch_us, kernel_us) + other_us`，慢的一方说了算；
+# - 用图一轮：`graph_us + n_kernels × kernel_us + other_us`，再摊上建图的 `build_us / replays`。
+#
+# 其中 `other_us` 是图管不到的时间，例如图外的拷贝和 CPU 的前后处理；
+# `replays` 是这张图作废之前能重放的次数。**本课程约定：平均每轮至少省下 10%，才算值得**，省得太少，抵不上维护的麻烦。
+# 还有一条先决条件：如果一轮的中途必须把结果读回 CPU，才知道下一步做什么，这一轮就录不成一张图，不值得。
+#
+# 拿这条规则去看常见的任务：
+#
+# | 任务 | 为什么适合或不适合 |
+# |:--|:--|
+# | 深度学习推理，小批量 | 几十到几百个短内核，流程固定，重放无数次：最适合 |
+# | 强化学习、仿真 | 每次迭代都是同一串内核 |
+# | 科学计算，如分子动力学 | 每一步的计算流程固定，步数极多 |
+# | 实时渲染 | 每帧工作流固定，看重抖动 |
+# | 动态形状的批处理 | 每种尺寸要有自己的图，或者更新已有的图；尺寸反复出现才划算 |
+# | 大批量训练 | 内核很长，启动开销被藏住，收益很小 |
+# | 每次流程都不同 | 图建好就作废，建图的钱收不回来 |
+# | 拷贝或 CPU 处理占大头 | 图管不到那一段，省下的只是零头 |
+
+# %% [markdown]
+# ## 误区一：捕获以后，输入数据就不能变了
+#
+# 图记住的是地址，不是数据。同一块显存，换一份数据再重放，结果就是新数据的；
+# 另开一块显存放新数据，图却看不见。两种情况都试一遍：
+
+# %% tags=["demo", "gpu"]
+with stream:
+    a = cp.arange(SIZE, dtype=cp.uint32)
+    b = cp.full(2 * SIZE, 9, dtype=cp.uint32)
+on_a = record(lambda: [launch_mix(a, i) for i in range(3)])
+
+fresh = np.full(SIZE, 7, np.uint32)
+with stream:
+    a.set(fresh)  # new data, same address
+on_a.launch(stream)
+stream.synchronize()
+print("同一地址，新数据：结果正确", np.array_equal(a.get(), mixed(fresh, 3)))
+print("另一块缓冲 b：图没有碰它 ", np.array_equal(b.get(), np.full(2 * SIZE, 9, np.uint32)))
+
+# %% [markdown]
+# 那么地址真的必须换的时候怎么办？不用从头再来：可执行图可以更新。
+#
+# - 只改几个参数：`cudaGraphExecKernelNodeSetParams` 改内核节点，`cudaGraphExecMemcpyNodeSetParams` 改拷贝的地址；
+# - 整张图一起改：`cudaGraphExecUpdate`，用一张结构相同的新定义去覆盖旧的可执行图。
+#
+# 用后者把 `on_a` 改成处理 `b`。注意 `b` 的长度也不同，正是动态形状会遇到的情况。
+
+# %% tags=["demo", "gpu"]
+on_b = record(lambda: [launch_mix(b, i) for i in range(3)])
+info = lab.check_cuda(cudart.cudaGraphExecUpdate(on_a.graphExec, on_b.graph))
+print(info.result.name)
+
+on_a.launch(stream)
+stream.synchronize()
+print("更新以后，同一个可执行图处理 b：", np.array_equal(b.get(), mixed(np.full(2 * SIZE, 9, np.uint32), 3)))
+
+# %% [markdown]
+# 讲义建议“优先使用 `cudaGraphExecUpdate`，而不是重新捕获整张图”。仔细看上面的代码：更新之前，我们还是捕获了一次 `b`。
+# 省下来的是哪一步？量一量。
+
+# %% tags=["demo", "gpu"]
+target = lab.check_cuda(cudart.cudaGraphInstantiate(capture_chain_raw(), 0))
+steps = {"捕获": [], "实例化": [], "cudaGraphExecUpdate": []}
+for _ in range(10):
+    clock = [perf_counter_ns()]
+    graph = capture_chain_raw()
+    clock.append(perf_counter_ns())
+    graph_exec = lab.check_cuda(cudart.cudaGraphInstantiate(graph, 0))
+    clock.append(perf_counter_ns())
+    lab.check_cuda(cudart.cudaGraphExecUpdate(target, graph))
+    clock.append(perf_counter_ns())
+    for name, spent in zip(steps, np.diff(clock)):
+        steps[name].append(spent / 1000)
+    lab.check_cuda(cudart.cudaGraphExecDestroy(graph_exec))
+    lab.check_cuda(cudart.cudaGraphDestroy(graph))
+lab.say(lab.table((f"{N} 个节点", "µs（中位数）"), [(name, f"{np.median(spent):.0f}") for name, spent in steps.items()]))
+
+# %% [markdown]
+# 更新省掉的是**实例化**；新的定义通常仍要靠捕获得到。连捕获也想省，就得直接改节点参数。
+# 什么时候更新会被拒绝、被拒绝以后怎么办，是《更新一张活的图》一章的主题。
+
+# %% [markdown]
+# ## 误区二：捕获期间用一下默认流没关系
+#
+# 传统默认流（legacy default stream，也叫 NULL 流）会与“阻塞流”互相等待。捕获遇到它会怎样？三个小实验：
+#
+# 1. 直接在默认流上开始捕获；
+# 2. 在一条普通的（阻塞的）流上捕获，中途往默认流里放一个 memset；
+# 3. 在 `non_blocking=True` 的流上捕获，中途忘了写 `with stream:`，把一个 `mix` 启动到了默认流上。
+
+# %% tags=["demo", "gpu"]
+(error,) = cudart.cudaStreamBeginCapture(0, GLOBAL)
+print(f"1. 在默认流上开始捕获：{error.name}（{int(error)}）")
+
+blocking = cp.cuda.Stream()
+lab.check_cuda(cudart.cudaStreamBeginCapture(blocking.ptr, GLOBAL))
+(error,) = cudart.cudaMemsetAsync(x.data.ptr, 0, 4, 0)
+ended, _ = cudart.cudaStreamEndCapture(blocking.ptr)
+print(f"2. 阻塞流捕获时使用默认流：{error.name}（{int(error)}），结束捕获：{ended.name}（{int(ended)}）")
+
+cp.cuda.Device().synchronize()
+before = x.get()
+with stream:
+    stream.begin_capture()
+    launch_mix(x, 0)
+launch_mix(x, 1)  # forgot `with stream:`, so this goes to the legacy default stream
+leaky = stream.end_capture()
+cp.cuda.Device().synchronize()
+print(f"3. 非阻塞流捕获：没有报错，图里是 {kinds(leaky.graph)}；那个 mix 当场执行了：{np.array_equal(x.get(), mixed(before, 1, first=1))}")
+
+# %% [markdown]
+# 前两种至少会报错：906（`cudaErrorStreamCaptureImplicit`）说的正是“隐式依赖”。
+#
+# 第三种才可怕：**一点错误也没有，只是少录了一个节点**，而且那个内核当场就执行了。
+# 所以捕获之后要数一数节点，或者画出来看一眼。
+#
+# 结论和讲义一致：用 `cudaStreamNonBlocking` 创建捕获流，捕获期间所有工作都明确放在这条流上。
+
+# %% [markdown]
+# ## 误区三：用事件计时，就一定看得到图的收益
+#
+# 讲义建议用 `cudaEvent` 精确测量，免得被 CPU 的开销干扰。可是图省下的**正是** CPU 的开销。
+# 事件记录的是 GPU 走到两个位置的时刻之差，它看得见 CPU 慢吗？
+#
+# 量同一条 200 个内核的链，两种情形：GPU 空闲；GPU 前面先堵一个 10 毫秒的 `spin`，让 CPU 有时间把队排好。
+
+# %% tags=["demo", "gpu"]
+def event_us(work, plug_us):
+    """Time of work() between two events on `stream`, in µs, behind plug_us of other work."""
+    first, last = cp.cuda.Event(), cp.cuda.Event()
+    with stream:
+        if plug_us:
+            launch_spin(plug_us)
+        first.record()
+        work()
+        last.record()
+    last.synchronize()
+    return cp.cuda.get_elapsed_time(first, last) * 1000
+
+
+eager_200, graph_200 = partial(eager_chain, x, N), partial(chain.launch, stream)
+rows = []
+for name, work in (("逐个启动", eager_200), ("图", graph_200)):
+    idle, queued = (np.median([event_us(work, plug) for _ in range(15)]) for plug in (0, 10_000))
+    rows.append((name, f"{lab.submit_us(work).median:.0f}", f"{lab.end_to_end_us(work).median:.0f}", f"{idle:.0f}", f"{queued:.0f}"))
+lab.say(lab.table(("200 个内核，µs", "CPU 提交", "端到端", "事件，GPU 空闲", "事件，前面堵着"), rows))
+
+# %% [markdown]
+# 前面堵着的时候，CPU 趁机把 200 个内核全排进了队，事件量到的只剩 GPU 自己的时间：图的收益“消失”了。
+# 它并没有消失，只是这块表看不见。
+#
+# 事件适合回答“GPU 忙了多久”。要回答“图省了什么”，就要量提交时间和端到端时间，并且让两种做法轮流上场。
+
+# %% [markdown]
+# ## 误区四：图不占地方
+#
+# 讲义提醒注意图实例的内存占用。占多少？造 20 张图，看空闲显存少了多少。
+
+# %% tags=["demo", "gpu"]
+def free_bytes():
+    cp.cuda.Device().synchronize()
+    return lab.check_cuda(cudart.cudaMemGetInfo())[0]
+
+
+rows = []
+for n in (200, 1000, 4000):
+    before_bytes = free_bytes()
+    many = [graph_of_chain(n) for _ in range(20)]
+    for g in many:
+        g.launch(stream)  # memory on the device may be taken as late as the first launch
+    held = before_bytes - free_bytes()
+    del many, g
+    rows.append((n, f"{held / 20 / 2**20:.2f}", f"{held / 20 / n:.0f}", f"{(before_bytes - free_bytes()) / 2**20:.1f}"))
+lab.say(lab.table(("每张图的节点数", "每张图 MiB", "每个节点 字节", "销毁后仍占用 MiB"), rows))
+
+# %% [markdown]
+# 一张图占得不多，驱动又是成块地要显存，所以小图常常看不出变化。
+# 但如果给每种输入尺寸都留一张大图，乘起来就不能不算了。销毁以后驱动也未必立刻归还，它会留着下次用。
+#
+# 占用的另一半是**图引用的缓冲**：图里有它们的地址，所以只要图还活着，这些缓冲就不能释放、不能挪作他用。
+# 图自己不会替你留住它们，下面的练习二会碰到。
+
+# %% [markdown]
+# ## 练习
+#
+# 四道练习，共 12 分。练习里可以用前面**正式单元**定义的名字：
+# `cp`、`cupyx`、`cudart`、`stream`、`mix`、`launch_mix`、`launch_absorb`、`eager_chain`、`mixed`。
+# 实验单元里的 `record`、`kinds` 等等，评分时是不存在的：评分会在干净的环境里只运行正式单元和你的解答。
+#
+# ### 练习一：捕获一条链（3 分）
+#
+# 写 `capture_chain(x, n)`：捕获在 `x` 上依次启动的 `n` 个 `mix`，第 `i` 次启动的序号是 `i`（从 0 数起），
+# 返回可以反复 `launch` 的 `cupy.cuda.Graph`。
+#
+# 要求：
+#
+# - 捕获本身不能改变 `x`；
+# - 图里正好 `n` 个内核节点，连成一条链；
+# - 每次重放都在 `x` **当时**的内容上继续，别人可能在两次重放之间改写 `x`。
+
+# %% [markdown]
+# <details><summary>提示一：想一想</summary>
+#
+# `eager_chain` 做的正是这 `n` 次启动。如果在它发起工作之前，让 `stream` 进入捕获状态，会发生什么？
+# 哪两个调用要把它夹在中间？
+#
+# </details>
+# <details><summary>提示二：用到的 API</summary>
+#
+# `stream.begin_capture()` 开始，`stream.end_capture()` 结束并返回 `cupy.cuda.Graph`。
+# 启动必须发生在 `stream` 上：用 `with stream:`，或者直接用 `eager_chain`。
+# 把 `end_capture` 放进 `finally`，中途出错时流才不会停在捕获状态。
+#
+# </details>
+
+# %% solution="capture_chain" tags=["gpu"]
+def capture_chain(x, n):
+    """Capture n dependent launches of mix on x, with indices 0 … n-1.
+
+    x: cupy uint32, 1-D; only read and written when the graph is launched. n: at least 1.
+    Returns the instantiated cupy.cuda.Graph.
+    """
+    ### BEGIN SOLUTION: 先让 stream 进入捕获状态，再像平常一样启动 n 次 mix，最后结束捕获并返回得到的图
+    stream.begin_capture()
+    try:
+        eager_chain(x, n)
+    finally:
+        graph = stream.end_capture()
+    return graph
+    ### END SOLUTION
+
+
+# %% test="capture_chain" kind="structure" points=3 tags=["gpu"]
+data = np.arange(1000, dtype=np.uint32)
+x = on_gpu(data)
+graph = student.capture_chain(x, 8)
+check.nodes(graph, kernels=8, total=8, edges=7, why="图应当是 8 个内核连成的一条链。每次启动都发生在被捕获的流上了吗？")
+check.equal(x.read(), data, why="捕获完成后 x 就变了。捕获期间的启动不会执行；是不是有启动落在了别的流上，或在捕获之外先运行了一遍？")
+graph.run(1)
+check.equal(x.read(), reference.mixed(data, 8), why="重放一次的结果不对。第 i 次启动的序号是 i（从 0 数起）吗？")
+### BEGIN HIDDEN TESTS
+size, n = int(secret.integers(2000, 9000)), int(secret.integers(9, 40))
+data = secret.integers(0, 2**32, size, dtype=np.uint32)
+x = on_gpu(data)
+graph = student.capture_chain(x, n)
+check.nodes(graph, kernels=n, total=n, edges=n - 1, why="换一个 n，图的节点数就不对了。n 是不是写死了？")
+check.equal(x.read(), data, why="捕获不应当执行任何内核，可是 x 已经变了。")
+for _ in range(3):
+    data = x.write(secret.integers(0, 2**32, size, dtype=np.uint32))
+    runs = int(secret.integers(2, 9))
+    graph.run(runs)
+    for _ in range(runs):
+        data = reference.mixed(data, n)
+    check.equal(x.read(), data, why="在同一块缓冲里换了新数据再重放，结果不对。图必须直接读写 x 的地址：不要先复制 x，也不要缓存结果。")
+### END HIDDEN TESTS
+
+# %% [markdown]
+# ### 练习二：一次图启动服务一个请求（4 分）
+#
+# 真实的服务里，每个请求都带着 CPU 上的新数据。能不能连“把数据拷到 GPU”也录进图里？
+# 可以：拷贝也是节点，它记住的是**主机缓冲的地址**。于是只要有一块固定的主机缓冲当“收件箱”，每次就地写入新数据，再启动图。
+#
+# 收件箱要用锁页内存（pinned memory）：GPU 能直接读它，拷贝才能真正异步。
+#
+# 下面给出外壳 `Replayer`：`feed` 往收件箱里就地写数据，调用它就是启动一次图。
+# 你来写 `make_replayer(x, n)`，捕获这样一张图：
+#
+# 1. 把收件箱拷到一块设备缓冲（1 个拷贝节点）；
+# 2. `launch_absorb`：把它吸收进 `x`（1 个内核）；
+# 3. 在 `x` 上启动 `n` 次 `mix`，序号 0 … n−1（`n` 个内核）。
+#
+# 除了结果正确，还要快：`n = 200` 时，比逐个启动 200 次 `mix` 的 `eager_chain` 至少快 2 倍。
+
+# %% tags=["gpu"]
+class Replayer:
+    """A captured request: call it to replay it once on `stream`, without waiting.
+
+    captured: cupy.cuda.Graph. inbox: pinned numpy array that the graph copies from. arrived: the device
+    buffer that it copies to. A graph remembers addresses only, so whoever owns the graph keeps the buffers.
+    """
+
+    def __init__(self, captured, inbox, arrived):
+        self.captured, self.inbox, self.arrived = captured, inbox, arrived
+
+    def feed(self, batch):
+        """Put batch (numpy, same shape and dtype as inbox) in place, once earlier replays have read the inbox."""
+        stream.synchronize()
+        self.inbox[...] = batch
+
+    def __call__(self):
+        self.captured.launch(stream)
+
+
+# %% [markdown]
+# <details><summary>提示一：想一想</summary>
+#
+# 哪些东西只需要准备一次，哪些要每个请求做一次？凡是准备一次的（缓冲、捕获、实例化）都放在 `make_replayer` 里，
+# 每个请求只剩下写收件箱和一次图启动。
+# 还有：函数返回以后，收件箱和设备缓冲谁来保管？图只记得地址。
+#
+# </details>
+# <details><summary>提示二：用到的 API</summary>
+#
+# `inbox = cupyx.zeros_pinned(x.shape, x.dtype)` 是锁页的 numpy 数组，地址是 `inbox.ctypes.data`；
+# `arrived = cp.empty_like(x)` 要在捕获之前分配。捕获期间调用
+# `cudart.cudaMemcpyAsync(arrived.data.ptr, inbox.ctypes.data, inbox.nbytes, cudart.cudaMemcpyKind.cudaMemcpyHostToDevice, stream.ptr)`，
+# 然后在 `with stream:` 里启动 `launch_absorb` 和各次 `mix`，最后 `return Replayer(graph, inbox, arrived)`。
+#
+# </details>
+
+# %% solution="make_replayer" tags=["gpu"]
+def make_replayer(x, n):
+    """Capture one request as a graph: copy the inbox to the device, absorb it into x, mix x n times.
+
+    x: cupy uint32, 1-D, advanced in place by each replay. n: at least 1.
+    Returns a Replayer that owns the inbox (pinned, zeros at first), the device buffer and the graph.
+    """
+    ### BEGIN SOLUTION: 先分配锁页的收件箱和设备缓冲，再捕获“拷贝、absorb、n 次 mix”，最后交给 Replayer 一起保管
+    inbox = cupyx.zeros_pinned(x.shape, x.dtype)
+    arrived = cp.empty_like(x)
+    to_device = cudart.cudaMemcpyKind.cudaMemcpyHostToDevice
+    stream.begin_capture()
+    try:
+        lab.check_cuda(cudart.cudaMemcpyAsync(arrived.data.ptr, inbox.ctypes.data, inbox.nbytes, to_device, stream.ptr))
+        with stream:
+            launch_absorb(x, arrived)
+        eager_chain(x, n)
+    finally:
+        captured = stream.end_capture()
+    return Replayer(captured, inbox, arrived)
+    ### END SOLUTION
+
+
+# %% test="make_replayer_result" kind="structure" points=2 tags=["gpu"]
+state = np.arange(1000, dtype=np.uint32)
+batch = np.full(1000, 12345, np.uint32)
+x = on_gpu(state)
+replay = student.make_replayer(x, 4)
+check.equal(x.read(), state, why="建图的时候 x 就变了。make_replayer 只应当准备和捕获，不执行。")
+check.nodes(replay.get("captured"), kernels=5, memcpys=1, total=6, why="图里应当有 1 个拷贝节点和 n + 1 个内核节点。拷贝是不是写在了捕获之外？")
+replay.feed(batch)
+replay.run(1)
+check.equal(x.read(), reference.mixed(state ^ batch, 4), why="处理一个请求的结果不对。顺序应当是：拷贝收件箱，absorb 进 x，再做 n 次 mix。")
+### BEGIN HIDDEN TESTS
+size, n = int(secret.integers(2000, 9000)), int(secret.integers(5, 30))
+state = secret.integers(0, 2**32, size, dtype=np.uint32)
+x = on_gpu(state)
+replay = student.make_replayer(x, n)
+check.nodes(replay.get("captured"), kernels=n + 1, memcpys=1, total=n + 2, why="换一个 n，节点数就不对了。n 是不是写死了？")
+# Whoever frees the device buffer lets the pool hand its memory to these arrays.
+TENANTS = """
+def tenants(stream, size):
+    import gc, cupy
+    gc.collect()
+    pattern = [cupy.full(size, 0xA5A5A5A5, cupy.uint32) for _ in range(4)]
+    with stream:
+        pattern += [cupy.full(size, 0xA5A5A5A5, cupy.uint32) for _ in range(4)]
+    cupy.cuda.runtime.deviceSynchronize()
+    return pattern
+"""
+others = student.define(TENANTS, "tenants")(student.value("stream"), size)
+for _ in range(3):
+    batch = secret.integers(0, 2**32, size, dtype=np.uint32)
+    runs = int(secret.integers(1, 6))
+    replay.feed(batch)
+    replay.run(runs)
+    for _ in range(runs):
+        state = reference.mixed(state ^ batch, n)
+    check.equal(x.read(), state, why="换了几份输入，结果不对。每次重放都要从收件箱重新拷贝当时的内容：收件箱是同一块锁页内存吗？有没有在捕获时就把数据固定下来？")
+for other in others:
+    check.equal(other, np.full(size, 0xA5A5A5A5, np.uint32), why="重放写坏了别人的数组：设备缓冲已经被回收，显存池把它给了别的数组，而图还在往老地址写。请把它交给 Replayer 保管。")
+### END HIDDEN TESTS
+
+# %% test="make_replayer_speed" kind="speedup" points=2 tags=["gpu"]
+start = secret.integers(0, 2**32, 4096, dtype=np.uint32)
+x, y, z = on_gpu(start), on_gpu(start), on_gpu(start)
+replay, best = student.make_replayer(x, 200), reference.make_replayer(z, 200)
+batch = secret.integers(0, 2**32, 4096, dtype=np.uint32)
+replay.feed(batch)
+best.feed(batch)
+check.speedup(
+    replay,
+    over=partial(reference.eager_chain, y, 200),
+    best=best,
+    state=(x, z),
+    at_least=2.0,
+    why="还不够快。每个请求应当只有一次图启动：捕获和实例化是不是放进了 __call__，或者在循环里逐个启动？",
+)
+### BEGIN HIDDEN TESTS
+batch = secret.integers(0, 2**32, 4096, dtype=np.uint32)
+replay.feed(batch)
+data = x.write(secret.integers(0, 2**32, 4096, dtype=np.uint32))
+runs = int(secret.integers(2, 9))
+replay.run(runs)
+for _ in range(runs):
+    data = reference.mixed(data ^ batch, 200)
+check.equal(x.read(), data, why="计时以后换一份输入再重放，结果不对：快，但没有做完该做的工作。")
+### END HIDDEN TESTS
+
+# %% [markdown]
+# ### 练习三：什么时候回本（2 分）
+#
+# 写 `break_even(t_eager_us, t_graph_us, t_build_us)`：逐个启动一轮要 `t_eager_us`，图重放一轮要 `t_graph_us`，
+# 建图一次性花 `t_build_us`。返回最小的正整数 $n$，使得
+#
+# $$t_\text{build} + n \cdot t_\text{graph} \le n \cdot t_\text{eager}$$
+#
+# 如果无论重放多少次都回不了本，返回 `None`。这道题不需要 GPU。
+
+# %% [markdown]
+# <details><summary>提示一：想一想</summary>
+#
+# 每重放一次省多少？省下的要凑够建图的钱。如果每次一点也不省，甚至倒贴，会怎样？
+# 再想两个边角：建图不要钱的时候，$n$ 最小是几？正好整除的时候，要不要再多一次？
+#
+# </details>
+# <details><summary>提示二：用到的 API</summary>
+#
+# 向上取整用 `math.ceil`，它返回 `int`；`np.ceil` 返回的是浮点数，要再转换。
+# 别忘了下限：`max(1, …)`。
+#
+# </details>
+
+# %% solution="break_even"
+def break_even(t_eager_us, t_graph_us, t_build_us):
+    """Smallest number of replays (int >= 1) after which the graph has paid for itself, or None for never.
+
+    Times in µs, not negative: one eager round, one replay, and building the graph once.
+    """
+    ### BEGIN SOLUTION: 先算每次重放省多少；省的不是正数就要单独想一想，否则把建图的钱除以它，向上取整
+    import math
+
+    saved = t_eager_us - t_graph_us
+    if saved > 0:
+        return max(1, math.ceil(t_build_us / saved))
+    return 1 if saved == 0 and t_build_us == 0 else None
+    ### END SOLUTION
+
+
+# %% test="break_even" kind="answer" points=2
+check.equal(student.break_even(10, 4, 60), 10, why="每次省 6 µs，建图 60 µs，正好第 10 次回本。")
+check.equal(student.break_even(10, 4, 61), 11, why="每次省 6 µs，建图 61 µs：10 次还差 1 µs，要到第 11 次。")
+check.equal(student.break_even(5, 9, 1), None, why="图比逐个启动还慢，永远回不了本，应当返回 None。")
+### BEGIN HIDDEN TESTS
+check.equal(student.break_even(8, 8, 100), None, why="一样快，建图的钱就永远省不回来。")
+check.equal(student.break_even(8, 3, 0), 1, why="建图不要钱时，重放一次就已经回本；题目要的是最小的正整数。")
+check.equal(student.break_even(8, 8, 0), 1, why="一样快、建图又不要钱：重放一次时，不等式已经成立。")
+check.equal(student.break_even(900.5, 100.5, 0.25), 1, why="第一次重放就省回来了，答案不应当小于 1。")
+for _ in range(30):
+    saved = int(secret.integers(1, 4000)) / 8
+    graph_us = int(secret.integers(1, 4000)) / 8
+    build_us = int(secret.integers(1, 800000)) / 8
+    n = -int(-build_us * 8 // int(saved * 8))
+    check.equal(student.break_even(graph_us + saved, graph_us, build_us), n, why="随机的几组时间里有算错的。向上取整了吗？正好整除时有没有多算一次？返回的是 int 吗？")
+### END HIDDEN TESTS
+
+# %% [markdown]
+# ### 练习四：哪些任务值得用图（3 分）
+#
+# 下面有八个任务，每个用几个数字描述。写 `worth_a_graph(workload)`，按“一条可以算的规则”那一节的约定返回 `True` 或 `False`：
+#
+# - `reads_back` 为真：一轮的中途要读回结果才能继续，录不成一张图，不值得；
+# - 否则比较平均每轮的时间：图（含摊到每轮的建图）**不超过逐个启动的 90%** 才值得。
+#
+# 评分时会换数字，所以要写规则，不要背答案。不需要 GPU。
+
+# %%
+FIELDS = ("name", "n_kernels", "kernel_us", "launch_us", "graph_us", "other_us", "build_us", "replays", "reads_back")
+WORKLOADS = [
+    dict(zip(FIELDS, values))
+    for values in (
+        ("小批量 BERT 推理", 86, 4.0, 5.0, 4.0, 20.0, 1500.0, 1_000_000, False),
+        ("大批量训练的一步", 120, 900.0, 5.0, 4.0, 500.0, 3000.0, 100_000, False),
+        ("强化学习的仿真循环", 400, 2.0, 6.0, 5.0, 50.0, 6000.0, 500_000, False),
+        ("每个请求都重新捕获", 200, 2.0, 6.0, 4.0, 20.0, 1800.0, 1, False),
+        ("以拷贝和解码为主的预处理", 10, 5.0, 6.0, 4.0, 3000.0, 300.0, 100_000, False),
+        ("每步读回结果再决定下一步", 300, 2.0, 6.0, 4.0, 10.0, 4000.0, 100_000, True),
+        ("分子动力学的时间步", 60, 3.0, 6.0, 4.0, 5.0, 900.0, 10_000_000, False),
+        ("场景每五帧一变的渲染", 80, 3.0, 7.0, 4.0, 30.0, 900.0, 5, False),
+    )
+]
+
+# %% [markdown]
+# <details><summary>提示一：想一想</summary>
+#
+# 先处理录不成图的情况。剩下的，把两种做法平均到一轮的时间各写成一个算式，再比大小。
+# 哪一项只出现在图这一边？`max(launch_us, kernel_us)` 为什么只出现在逐个启动那一边？
+#
+# </details>
+# <details><summary>提示二：用到的 API</summary>
+#
+# 只用到字典取值、`max` 和比较：
+# 逐个启动是 `n_kernels * max(launch_us, kernel_us) + other_us`；
+# 图是 `graph_us + n_kernels * kernel_us + other_us + build_us / replays`。
+# 返回 Python 的 `bool`。
+#
+# </details>
+
+# %% solution="worth_a_graph"
+def worth_a_graph(workload):
+    """Tell whether a workload (a dict with the keys FIELDS, times in µs per round) gains from a CUDA graph.
+
+    True if a round can be captured at all and, building included, takes at most 90 % of the eager time.
+    """
+    ### BEGIN SOLUTION: 先排除录不成图的任务，再写出两种做法平均每轮的时间，按“至少省 10%”比较
+    if workload["reads_back"]:
+        return False
+    n, kernel_us = workload["n_kernels"], workload["kernel_us"]
+    eager_us = n * max(workload["launch_us"], kernel_us) + workload["other_us"]
+    graph_us = workload["graph_us"] + n * kernel_us + workload["other_us"] + workload["build_us"] / workload["replays"]
+    return graph_us <= 0.9 * eager_us
+    ### END SOLUTION
+
+
+# %% test="worth_a_graph" kind="answer" points=3
+tiny = {"name": "短内核", "n_kernels": 100, "kernel_us": 1.0, "launch_us": 6.0, "graph_us": 4.0, "other_us": 0.0, "build_us": 2000.0, "replays": 1000, "reads_back": False}
+check.equal(student.worth_a_graph(tiny), True, why="每轮从 600 µs 降到 106 µs，建图的钱摊下来也只有 2 µs，值得。")
+check.equal(student.worth_a_graph(tiny | {"kernel_us": 50.0}), False, why="内核长达 50 µs，启动开销被藏住了，几乎不省。")
+check.equal(student.worth_a_graph(tiny | {"replays": 2}), False, why="只重放 2 次，每轮要摊 1000 µs 的建图时间，反而更慢。")
+check.equal(student.worth_a_graph(tiny | {"reads_back": True}), False, why="中途要读回结果，录不成一张图。")
+### BEGIN HIDDEN TESTS
+def rule(w):
+    eager = w["n_kernels"] * max(w["launch_us"], w["kernel_us"]) + w["other_us"]
+    share = (w["graph_us"] + w["n_kernels"] * w["kernel_us"] + w["other_us"] + w["build_us"] / w["replays"]) / eager
+    return share <= 0.9 and not w["reads_back"], abs(share - 0.9) > 0.02
+
+
+for workload in reference.value("WORKLOADS"):
+    check.equal(student.worth_a_graph(workload), rule(workload)[0], why="八个任务里有判断错的。请把每一项都代进算式：慢的一方、图管不到的时间、摊到每轮的建图。")
+tried = {True: 0, False: 0}
+while min(tried.values()) < 12:
+    workload = tiny | {
+        "name": "随机任务",
+        "n_kernels": int(secret.integers(5, 600)),
+        "kernel_us": float(secret.choice([1.0, 3.0, 5.0, 8.0, 20.0, 200.0])),
+        "launch_us": float(secret.uniform(2, 10)),
+        "graph_us": float(secret.uniform(2, 12)),
+        "other_us": float(secret.choice([0.0, 30.0, 400.0, 4000.0])),
+        "build_us": float(secret.uniform(200, 9000)),
+        "replays": int(secret.choice([1, 2, 5, 50, 10_000, 1_000_000])),
+        "reads_back": bool(secret.random() < 0.15),
+    }
+    answer, clear = rule(workload)
+    if clear and tried[answer] < 12:
+        tried[answer] += 1
+        check.equal(student.worth_a_graph(workload), answer, why="换了数字以后判断错了。不要只看内核数量：内核长短、图外的时间、能重放几次，都要算进去。")
+### END HIDDEN TESTS
+
+# %% [markdown] tags=["instructor"]
+# 给教师：练习一和二的隐藏测试用新数据、未公布的 `n` 和重放次数，漏做或多做一次都会得到不同的字节。
+# 练习二还会在重放前向显存池再要几块同样大小的缓冲：如果学习者没有留住设备缓冲，图就会写坏它们，这正是“图只记得地址”的后果。
+# 练习四的隐藏测试避开了 90% 附近的模糊地带，算式写法不同不会误判。
+
+# %% [markdown]
+# ## 小结
+#
+# | 讲义的说法 | 实验以后的说法 |
+# |:--|:--|
+# | 逐个启动，内核之间隐式同步 | CPU 不等 GPU；GPU 上的先后来自同一条流。代价是每个内核都要 CPU 忙一次 |
+# | 启动开销与节点数近似解耦 | CPU 的提交时间几乎不随 N 变，直线形的图最明显；GPU 上每个节点的时间照旧 |
+# | 驱动解析整张图，优化执行顺序 | 驱动只看边。没有边才能并行，边由捕获时的流和事件决定 |
+# | 启动开销占 10%～30% | 从接近零到大半都有可能，取决于内核与启动谁更慢 |
+# | 事件也是节点 | 只有 External 的事件记录才是节点，普通的只表达依赖 |
+# | 用 `cudaEvent` 精确测量 | 事件只看 GPU；图省的是 CPU，要量提交时间和端到端时间 |
+# | 优先 `cudaGraphExecUpdate`，不要重新捕获 | 更新省的是实例化；新定义通常仍要捕获 |
+# | 输入地址变了才要更新参数 | 正确：数据就地变，地址不变，什么都不用做 |
+#
+# **带走三句话**
+#
+# 1. 图把“吩咐 N 次”变成“吩咐一次”：省的是 CPU 的时间，GPU 该做的一样不少。
+# 2. 图记住地址、标量和依赖，不记数据和 Python 代码；缓冲要有人替它留住。
+# 3. 内核多而短、流程固定、反复重放、看重延迟：值得。动手之前先算一算。
+#
+# 讲义最后说，TensorRT 已经深度集成了 CUDA 图。准确地说，TensorRT 的推理**可以被捕获**，但要由你来捕获、
+# 你来重放，输入尺寸变了也要由你来决定怎么办；这些留给实战篇用真实的引擎来验证。
+#
+# 下一步：《内核启动开销分析》把提交时间拟合成一个模型；《流捕获：规则与恢复》讲全禁令和善后。

@@ -1,0 +1,24 @@
+"""What tests share: a course of one chapter that needs no GPU, in a folder of its own."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from launchlab import manifest, paths
+from launchlab.course import build
+
+MINI = Path(__file__).parent / "mini_course"
+
+
+@pytest.fixture
+def mini(tmp_path, monkeypatch) -> manifest.Chapter:
+    """The chapter of ``tests/mini_course``, built, in a copy that this process and its children take for the course."""
+    root = tmp_path / "course of tests"
+    shutil.copytree(MINI, root)
+    monkeypatch.setenv("LAUNCHLAB_ROOT", str(root))
+    for name, folder in {"ROOT": "", "SOLUTIONS": "solutions", "COURSE": "course", "GRADER": "grader", "BUILD": "build"}.items():
+        monkeypatch.setattr(paths, name, root / folder)
+    chapter = manifest.chapter("90_mini")
+    build.write(chapter, build.build(chapter))
+    return chapter

@@ -1,0 +1,110 @@
+"""A receipt holds only while everything in it can be computed again, and any tampering shows."""
+
+from copy import deepcopy
+
+import nbformat
+import pytest
+
+from launchlab.course import build, receipt, record
+from launchlab.device import Gpu
+from launchlab.manifest import chapters
+
+READY = [pytest.param(each, id=each.name) for each in chapters() if each.ready]
+GPU = Gpu("Test GPU", "580.00", (13, 0), (7, 5), 6 << 30)
+
+
+@pytest.mark.parametrize("chapter", READY)
+def test_receipt_holds(chapter):
+    assert chapter.receipt.exists(), "还没有录制：在有 GPU 的机器上运行 launchlab record"
+    assert receipt.problems(chapter, receipt.load(chapter)) == []
+
+
+@pytest.fixture
+def recorded(mini, monkeypatch):
+    """The mini chapter after a real recording: all of it but the GPU's name is genuine."""
+    monkeypatch.setattr(record, "gpu", lambda: GPU)
+    assert record.record(mini) == []
+    return mini
+
+
+def test_recording_and_tampering(recorded):
+    """One recording (it takes two exams) serves all that is asked of a receipt."""
+    genuine = receipt.load(recorded)
+    assert receipt.problems(recorded, genuine) == []
+    assert genuine["gpu"] == "Test GPU"
+    assert genuine["solution"] == {"score": 8, "max": 8} and genuine["release"] == {"score": 0, "max": 8}
+    assert [check["verdict"] for check in genuine["checks"]] == ["passed"] * 3
+    assert genuine["seconds"]["total"] > 0
+
+    for words, tamper in TAMPERED.items():
+        copy = deepcopy(genuine)
+        tamper(copy)
+        assert copy != genuine
+        found = receipt.problems(recorded, copy)
+        assert any(words.split("|")[0] in problem for problem in found), (words, found)
+
+    nb = nbformat.read(recorded.solution, as_version=4)
+    shown = next(cell for cell in nb.cells if cell.get("outputs"))
+    assert "平均每个" in shown.outputs[0].text
+
+    # Building keeps what the receipt vouches for, to the byte ...
+    kept = recorded.solution.read_bytes()
+    assert build.main([recorded.name], check=True) == 0
+    # ... but not outputs that somebody else's run left there ...
+    shown.outputs[0].text = shown.outputs[0].text.replace("5.05", "0.01")
+    recorded.solution.write_text(build.text(nb), encoding="utf-8")
+    assert any("输出不是录制时的" in problem for problem in receipt.problems(recorded, genuine))
+    assert not any(cell.get("outputs") for cell in build.build(recorded).solution.cells)
+    recorded.solution.write_bytes(kept)
+    # ... nor any once a data file or the source has changed.
+    data = recorded.source.with_name("samples.csv")
+    data.write_text(data.read_text() + "1000,5005.0\n")
+    assert any("需要重新录制" in problem for problem in receipt.problems(recorded, genuine))
+    assert not any(cell.get("outputs") for cell in build.build(recorded).solution.cells)
+
+
+def _first(records: list, kind: str) -> dict:
+    return next(each for each in records if each["check"] == kind)
+
+
+# What must be said of it -> the tampering (a "|" tells equal sayings apart).
+TAMPERED = {
+    "需要重新录制": lambda r: r.update(source_sha256="0" * 64),
+    "输出不是录制时的": lambda r: r.update(outputs_sha256="0" * 64),
+    "没有写明 GPU": lambda r: r.update(gpu=None),
+    "录制时间在将来": lambda r: r.update(recorded_at="2999-01-01T00:00:00+00:00"),
+    "是另一章的回执": lambda r: r.update(chapter="03_cuda_graph_concepts"),
+    "应是 failed、0.0 分": lambda r: _first(r["checks"][1]["records"], "equal").update(differing=3),
+    "写的是 failed、3.0 分": lambda r: r["checks"][1].update(verdict="failed"),
+    "写的是 passed、2.5 分": lambda r: r["checks"][1].update(score=2.5),
+    "应是 failed、0.0 分|no records": lambda r: r["checks"][2].update(records=[]),
+    "检查项与解答笔记本的测试格不一致|points": lambda r: r["checks"][0].update(points=4.0),
+    "检查项与解答笔记本的测试格不一致|kind": lambda r: r["checks"][0].update(kind="speedup"),
+    "检查项与解答笔记本的测试格不一致|gpu": lambda r: r["checks"][0].update(needs_gpu=True),
+    "检查项与解答笔记本的测试格不一致|one dropped": lambda r: r["checks"].pop(),
+    "检查项与解答笔记本的测试格不一致|order": lambda r: r["checks"].reverse(),
+    "发布版的检查项与解答的不一致": lambda r: r["release_checks"].pop(),
+    "没有作答的发布版得了": lambda r: r["release_checks"][0].update(score=2.0, verdict="passed"),
+    "没有作答的发布版得了 None": lambda r: r["release_checks"][0].update(score=None, verdict="needs a GPU"),
+    "解答的总分与各项之和不符": lambda r: r["solution"].update(score=7),
+    "发布版的总分与各项之和不符": lambda r: r["release"].update(score=1),
+    "回执缺少内容": lambda r: r.pop("checks"),
+    "回执缺少内容|unknown record": lambda r: r["checks"][0]["records"].append({"check": "trust me"}),
+}
+
+
+def test_run_that_proves_nothing_leaves_no_receipt(mini, monkeypatch):
+    monkeypatch.setattr(record, "gpu", lambda: GPU)
+    text = mini.source.read_text(encoding="utf-8")
+    mini.source.write_text(text.replace("return launch_us + (n - 1)", "return launch_us + n"), encoding="utf-8")
+    # The visible test catches it already when the solution is executed by hand, so cut that.
+    mini.source.write_text(mini.source.read_text(encoding="utf-8").replace("check.equal(student.total_us(5.0, 1, 2.0), 7.0", "check.equal(7.0, 7.0"), encoding="utf-8")
+    assert record.main([mini.name]) == 1
+    assert not mini.receipt.exists()
+
+
+def test_recording_needs_a_gpu(mini, monkeypatch, capsys):
+    monkeypatch.setattr(record, "gpu", lambda: None)
+    assert record.main([mini.name]) == 1
+    assert "没有可用的 CUDA GPU" in capsys.readouterr().out
+    assert not mini.receipt.exists()
