@@ -8,11 +8,10 @@ it at another course (the tests do that), LAUNCHLAB_BUILD at another place for w
 import os
 import sys
 
-from nbgrader import preprocessors as steps
-from nbconvert.preprocessors import ClearMetadataPreprocessor, CSSHTMLHeaderPreprocessor, TagRemovePreprocessor
-
 from launchlab.course.stubs import StubSolutions
 from launchlab.paths import BUILD, ROOT
+from nbconvert.preprocessors import ClearMetadataPreprocessor, CSSHTMLHeaderPreprocessor, TagRemovePreprocessor
+from nbgrader import preprocessors as steps
 
 c = get_config()  # noqa: F821 (nbgrader puts it there)
 

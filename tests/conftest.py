@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-
 from launchlab import manifest, paths
 from launchlab.course import build
 
@@ -17,7 +16,13 @@ def mini(tmp_path, monkeypatch) -> manifest.Chapter:
     root = tmp_path / "course of tests"
     shutil.copytree(MINI, root)
     monkeypatch.setenv("LAUNCHLAB_ROOT", str(root))
-    for name, folder in {"ROOT": "", "SOLUTIONS": "solutions", "COURSE": "course", "GRADER": "grader", "BUILD": "build"}.items():
+    for name, folder in {
+        "ROOT": "",
+        "SOLUTIONS": "solutions",
+        "COURSE": "course",
+        "GRADER": "grader",
+        "BUILD": "build",
+    }.items():
         monkeypatch.setattr(paths, name, root / folder)
     chapter = manifest.chapter("90_mini")
     build.write(chapter, build.build(chapter))

@@ -8,12 +8,11 @@ import sys
 
 import nbformat
 import pytest
-from nbgrader.utils import is_grade, is_solution
-
 from launchlab import paths
 from launchlab.course import build, rules, source
 from launchlab.course.release import ReleaseError
 from launchlab.manifest import chapters
+from nbgrader.utils import is_grade, is_solution
 
 READY = [pytest.param(each, id=each.name) for each in chapters() if each.ready]
 REGION = re.compile(r"### BEGIN (?:SOLUTION|HIDDEN TESTS).*?\n(.*?)### END (?:SOLUTION|HIDDEN TESTS)", re.DOTALL)
@@ -69,7 +68,11 @@ def test_leaks_are_found(mini):
     assert leaks(mini) == []
     clean = mini.release.read_text(encoding="utf-8")
     nb = nbformat.reads(clean, as_version=4)
-    for leak in ("    known: dict = {}", "for shape in ((257,), (3, 5)):", "给教师：这一章只供测试使用。INSTRUCTOR-ONLY 这一格不会出现在发布版里。"):
+    for leak in (
+        "    known: dict = {}",
+        "for shape in ((257,), (3, 5)):",
+        "给教师：这一章只供测试使用。INSTRUCTOR-ONLY 这个单元不会出现在发布版里。",
+    ):
         nb.cells[1].source = leak
         mini.release.write_text(nbformat.writes(nb), encoding="utf-8")
         assert len(leaks(mini)) == 1, leak
@@ -128,26 +131,50 @@ STUB = "### BEGIN SOLUTION: 想一想：稳定以后，每一步等的是 CPU �
 REFUSED = {
     "solution name twice": ('solution="advance"', 'solution="total_us"', "练习名 total_us 用了 2 次"),
     "test name twice": ('test="advance"', 'test="total_us"', "练习名 test_total_us 用了 2 次"),
-    "one hint only": (HINT, "CPU 和 GPU", "练习 total_us：解答格的前一格要是文字格，里面正好两层提示"),
-    "empty hint": ("# 用 `^=`、`*=`、`+=`，或者 `state[:] = …`；`uint32` 数组的溢出本来就按 2³² 取模。\n", "", "练习 advance：第 2 层提示是空的"),
-    "hint elsewhere": ('# %% solution="advance"', '# %%\npass\n\n# %% solution="advance"', "练习 advance：解答格的前一格"),
-    "no hidden tests": ("### BEGIN HIDDEN TESTS\ncheck.equal(student.longest_path([])", "check.equal(student.longest_path([])", "test_longest_path：要有 ### BEGIN HIDDEN TESTS"),
-    "stub without text": (STUB, "### BEGIN SOLUTION", "解答格 total_us：BEGIN SOLUTION 后面缺一句会教人的话"),
-    "solution without region": (STUB, "# 想一想", "解答格 total_us：没有 ### BEGIN SOLUTION"),
-    "demo name in a solution": ("    if n == 0:\n", "    if n == 0 or not table:\n", "total_us：用到的 table 只在 demo 格里定义"),
-    "demo name in a test": ("### BEGIN HIDDEN TESTS\ncheck.equal(student.total_us", '### BEGIN HIDDEN TESTS\nstudent.value("table")\ncheck.equal(student.total_us', "test_total_us：用到的 table 只在 demo 格里定义"),
+    "one hint only": (HINT, "CPU 和 GPU", "练习 total_us：答题单元的前一个要是文字单元，里面正好两层提示"),
+    "empty hint": (
+        "# 用 `^=`、`*=`、`+=`，或者 `state[:] = …`；`uint32` 数组的溢出本来就按 2³² 取模。\n",
+        "",
+        "练习 advance：第 2 层提示是空的",
+    ),
+    "hint elsewhere": ('# %% solution="advance"', '# %%\npass\n\n# %% solution="advance"', "练习 advance：答题单元的前一个"),
+    "no hidden tests": (
+        "### BEGIN HIDDEN TESTS\ncheck.equal(student.longest_path([])",
+        "check.equal(student.longest_path([])",
+        "test_longest_path：要有 ### BEGIN HIDDEN TESTS",
+    ),
+    "stub without text": (STUB, "### BEGIN SOLUTION", "答题单元 total_us：BEGIN SOLUTION 后面缺一句会教人的话"),
+    "solution without region": (STUB, "# 想一想", "答题单元 total_us：没有 ### BEGIN SOLUTION"),
+    "demo name in a solution": (
+        "    if n == 0:\n",
+        "    if n == 0 or not table:\n",
+        "total_us：用到的 table 只在 演示单元（demo）里定义",
+    ),
+    "demo name in a test": (
+        "### BEGIN HIDDEN TESTS\ncheck.equal(student.total_us",
+        '### BEGIN HIDDEN TESTS\nstudent.value("table")\ncheck.equal(student.total_us',
+        "test_total_us：用到的 table 只在 演示单元（demo）里定义",
+    ),
     "two titles": ("# ## 小结", "# # 小结", "正好要有一个一级标题（# …），现在有 2 个"),
     "skipped level": ("# ## 小结", "# #### 小结", "标题从 2 级跳到了 4 级"),
-    "points": ("points=2", "points=1", "测试格的分数合计 7，chapters.toml 里写的是 8"),
+    "points": ("points=2", "points=1", "测试单元的分数合计 7，chapters.toml 里写的是 8"),
     "no points": (" points=2", "", "test_total_us：points 要是正数"),
     "unknown kind": ('kind="answer"', 'kind="speed"', "test_total_us：kind 要是 answer、structure、speedup 之一"),
     "unknown tag": ('tags=["demo"]', 'tags=["dmeo"]', "不认识的标签 dmeo"),
     "unknown metadata": ("points=2", "points=2 pionts=2", "test_total_us：不认识的元数据 pionts"),
-    "test without solution": ('# %% solution="total_us"', "# %%", "test_total_us：测试格前面没有解答格"),
-    "solution without test": ('# %% test="longest_path" kind="structure" points=3', "# %%", "练习 longest_path：解答格后面没有测试格"),
-    "hidden test in a given cell": ("# %% tags=[\"demo\"]", "# %% tags=[\"demo\"]\n### BEGIN HIDDEN TESTS\n### END HIDDEN TESTS", "只有测试格能有隐藏测试"),
-    "magic command": ("# %% tags=[\"demo\"]", "# %% tags=[\"demo\"]\n# %matplotlib inline", "不是合法的 Python"),
-    "instructor's code": ('# %% tags=["gpu"]', '# %% tags=["gpu", "instructor"]', "instructor 只用于文字格"),
+    "test without solution": ('# %% solution="total_us"', "# %%", "test_total_us：测试单元前面没有答题单元"),
+    "solution without test": (
+        '# %% test="longest_path" kind="structure" points=3',
+        "# %%",
+        "练习 longest_path：答题单元后面没有测试单元",
+    ),
+    "hidden test in a given cell": (
+        '# %% tags=["demo"]',
+        '# %% tags=["demo"]\n### BEGIN HIDDEN TESTS\n### END HIDDEN TESTS',
+        "只有测试单元能有隐藏测试",
+    ),
+    "magic command": ('# %% tags=["demo"]', '# %% tags=["demo"]\n# %matplotlib inline', "不是合法的 Python"),
+    "instructor's code": ('# %% tags=["gpu"]', '# %% tags=["gpu", "instructor"]', "instructor 只用于文字单元"),
 }
 
 
@@ -170,5 +197,9 @@ def test_stray_end_of_region_is_refused(mini):
 
 
 def test_names_know_scopes():
-    nb = source.parse('# %% tags=["demo"]\nx = 1\nfor rows in []: pass\n\n# %%\ndef f(x):\n    return [rows for rows in x]\n\n# %%\nclass A:\n    y = x\n')
-    assert [text for text in rules.problems(nb, 0) if "demo" in text] == ["第 3 格（class A:）：用到的 x 只在 demo 格里定义，考试时不会运行那些格"]
+    nb = source.parse(
+        '# %% tags=["demo"]\nx = 1\nfor rows in []: pass\n\n# %%\ndef f(x):\n    return [rows for rows in x]\n\n# %%\nclass A:\n    y = x\n'
+    )
+    assert [text for text in rules.problems(nb, 0) if "demo" in text] == [
+        "第 3 个单元（class A:）：用到的 x 只在 演示单元（demo）里定义，考试时不会运行那些单元"
+    ]

@@ -2,12 +2,11 @@
 
 import nbformat
 import pytest
-from nbgrader.utils import is_grade
-
 from launchlab.course import source
 from launchlab.course.execute import CellFailed, execute
 from launchlab.device import has_gpu
 from launchlab.manifest import chapters
+from nbgrader.utils import is_grade
 
 READY = [pytest.param(each, id=each.name) for each in chapters() if each.ready]
 
@@ -44,7 +43,7 @@ def test_gpu_cells_say_that_they_were_skipped(mini):
     ("code", "words"),
     [
         ("def f():\n    return missing\n\n\nf()", "NameError: name 'missing' is not defined"),
-        ("import os\nos._exit(3)", "内核进程在这一格里退出了"),
+        ("import os\nos._exit(3)", "内核进程在这个单元里退出了"),
     ],
     ids=["error", "dead kernel"],
 )
@@ -53,6 +52,6 @@ def test_failing_cell_is_named(mini, code, words):
     nb.cells[4].source = code
     with pytest.raises(CellFailed) as failure:
         execute(nb, mini.source.parent)
-    assert f"第 5 格（{code.splitlines()[0]}）" in str(failure.value)
+    assert f"第 5 个单元（{code.splitlines()[0]}）" in str(failure.value)
     assert words in str(failure.value)
     assert "\x1b" not in str(failure.value)

@@ -1,10 +1,11 @@
 """A receipt holds only while everything in it can be computed again, and any tampering shows."""
 
+import re
 from copy import deepcopy
 
 import nbformat
 import pytest
-
+from launchlab import paths
 from launchlab.course import build, receipt, record
 from launchlab.device import Gpu
 from launchlab.manifest import chapters
@@ -78,11 +79,11 @@ TAMPERED = {
     "写的是 failed、3.0 分": lambda r: r["checks"][1].update(verdict="failed"),
     "写的是 passed、2.5 分": lambda r: r["checks"][1].update(score=2.5),
     "应是 failed、0.0 分|no records": lambda r: r["checks"][2].update(records=[]),
-    "检查项与解答笔记本的测试格不一致|points": lambda r: r["checks"][0].update(points=4.0),
-    "检查项与解答笔记本的测试格不一致|kind": lambda r: r["checks"][0].update(kind="speedup"),
-    "检查项与解答笔记本的测试格不一致|gpu": lambda r: r["checks"][0].update(needs_gpu=True),
-    "检查项与解答笔记本的测试格不一致|one dropped": lambda r: r["checks"].pop(),
-    "检查项与解答笔记本的测试格不一致|order": lambda r: r["checks"].reverse(),
+    "检查项与解答笔记本的测试单元不一致|points": lambda r: r["checks"][0].update(points=4.0),
+    "检查项与解答笔记本的测试单元不一致|kind": lambda r: r["checks"][0].update(kind="speedup"),
+    "检查项与解答笔记本的测试单元不一致|gpu": lambda r: r["checks"][0].update(needs_gpu=True),
+    "检查项与解答笔记本的测试单元不一致|one dropped": lambda r: r["checks"].pop(),
+    "检查项与解答笔记本的测试单元不一致|order": lambda r: r["checks"].reverse(),
     "发布版的检查项与解答的不一致": lambda r: r["release_checks"].pop(),
     "没有作答的发布版得了": lambda r: r["release_checks"][0].update(score=2.0, verdict="passed"),
     "没有作答的发布版得了 None": lambda r: r["release_checks"][0].update(score=None, verdict="needs a GPU"),
@@ -93,14 +94,26 @@ TAMPERED = {
 }
 
 
-def test_run_that_proves_nothing_leaves_no_receipt(mini, monkeypatch):
+def test_exercise_that_passes_unsolved_leaves_no_receipt(mini, monkeypatch, capsys):
     monkeypatch.setattr(record, "gpu", lambda: GPU)
     text = mini.source.read_text(encoding="utf-8")
-    mini.source.write_text(text.replace("return launch_us + (n - 1)", "return launch_us + n"), encoding="utf-8")
-    # The visible test catches it already when the solution is executed by hand, so cut that.
-    mini.source.write_text(mini.source.read_text(encoding="utf-8").replace("check.equal(student.total_us(5.0, 1, 2.0), 7.0", "check.equal(7.0, 7.0"), encoding="utf-8")
+    asking = re.compile(r"^( *)check\.equal\(student\.longest_path.*$", re.MULTILINE)
+    mini.source.write_text(asking.sub(r'\1check.that(True, why="…")', text), encoding="utf-8")
     assert record.main([mini.name]) == 1
+    assert "test_longest_path：没有作答的发布版得了 3.0 分" in capsys.readouterr().out
     assert not mini.receipt.exists()
+    assert build.main([mini.name], check=True) == 0
+    assert list((paths.BUILD / "rejected").glob("*.json"))
+
+
+def test_one_failure_does_not_stop_the_others(mini, monkeypatch, capsys):
+    monkeypatch.setattr(record, "gpu", lambda: GPU)
+    text = mini.source.read_text(encoding="utf-8")
+    mini.source.write_text(text.replace("return launch_us + (n - 1)", "return launch_us / 0"), encoding="utf-8")
+    assert record.main([mini.name, mini.name]) == 1
+    told = capsys.readouterr().out
+    assert told.count("test_total_us 出错：ZeroDivisionError") == 2
+    assert "没有录成：90_mini、90_mini" in told
 
 
 def test_recording_needs_a_gpu(mini, monkeypatch, capsys):

@@ -43,9 +43,20 @@ class Finding:
     action: str = ""
 
 
+@dataclass(frozen=True)
+class Machine:
+    """What chapters ask of a machine. tensorrt: (major, minor); packages: those of the manifest that are installed."""
+
+    gpu: device.Gpu | None
+    cupy: bool
+    tensorrt: tuple[int, int] | None
+    packages: frozenset[str]
+
+
 def main(as_json: bool) -> int:
     """Print the report, as tables or as JSON. Always 0: a lack is no failure of the doctor's."""
-    findings, chapters = list(examine()), [(chapter, lacks(chapter)) for chapter in manifest.chapters()]
+    findings, here = list(examine()), machine()
+    chapters = [(chapter, lacks(chapter, here)) for chapter in manifest.chapters()]
     if as_json:
         rows = [{"name": chapter.name, "ready": chapter.ready, "lacks": missing} for chapter, missing in chapters]
         print(json.dumps({"machine": [asdict(each) for each in findings], "chapters": rows}, ensure_ascii=False, indent=2))
@@ -60,9 +71,16 @@ def examine() -> Iterator[Finding]:
         yield part()
 
 
-def lacks(chapter: manifest.Chapter) -> list[str]:
-    """What this machine lacks, in Chinese, to run all of a chapter; empty when it lacks nothing."""
-    needs, gpu = chapter.needs, device.gpu()
+def machine() -> Machine:
+    """This machine, as far as chapters depend on it."""
+    outside = {package for chapter in manifest.chapters() for package in chapter.needs.packages}
+    installed = frozenset(package for package in outside if _version(package))
+    return Machine(device.gpu(), _cupy_distribution() is not None, _tensorrt_version(), installed)
+
+
+def lacks(chapter: manifest.Chapter, machine: Machine) -> list[str]:
+    """What a machine lacks, in Chinese, to run all of a chapter; empty when it lacks nothing."""
+    needs, gpu = chapter.needs, machine.gpu
     if gpu is None:
         return ["GPU"]
     missing = []
@@ -72,11 +90,11 @@ def lacks(chapter: manifest.Chapter) -> list[str]:
         missing.append(f"{needs.memory_gib:g} GB 显存")
     if gpu.cuda < needs.cuda:
         missing.append("支持 CUDA {}.{} 的驱动".format(*needs.cuda))
-    if not _cupy_distribution():
+    if not machine.cupy:
         missing.append("CuPy")
-    if needs.tensorrt and (_tensorrt_version() or (0, 0)) < needs.tensorrt:
+    if needs.tensorrt and (machine.tensorrt or (0, 0)) < needs.tensorrt:
         missing.append("TensorRT {}.{}".format(*needs.tensorrt))
-    return missing + [package for package in needs.packages if not _version(package)]
+    return missing + [package for package in needs.packages if package not in machine.packages]
 
 
 def _python() -> Finding:
@@ -265,7 +283,7 @@ def _show(findings: list[Finding], chapters: list[tuple[manifest.Chapter, list[s
     from rich.markup import escape
     from rich.table import Table
 
-    marks = {"ok": "[green]✓ 具备", "missing": "[red]✗ 缺少", "warning": "[yellow]! 注意", "later": "[dim]· 暂无"}
+    marks = {"ok": "[green]✓ 具备", "missing": "[red]✗ 缺少", "warning": "[yellow]! 注意", "later": "[dim]· 暂不需要"}
     table = Table(title="这台机器", title_justify="left", title_style="bold", show_lines=True)
     table.add_column("项目", no_wrap=True)
     table.add_column("状态", no_wrap=True)

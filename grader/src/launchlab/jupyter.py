@@ -18,7 +18,7 @@ def main(arguments: list[str]) -> int:
 
 def _options() -> list[str]:
     # The root is the repository and not course/: formgrader works only where the whole course lies below the root.
-    options = [f"--ServerApp.root_dir={paths.ROOT}", f"--ServerApp.preferred_dir={paths.COURSE}"]
+    options = [f"--ServerApp.root_dir={paths.ROOT}", f"--FileContentsManager.preferred_dir={paths.COURSE.name}"]
     return [*options, "--allow-root"] if os.geteuid() == 0 else options
 
 

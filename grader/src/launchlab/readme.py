@@ -1,6 +1,7 @@
 """The table of chapters in README.md, made from the manifest."""
 
 import re
+from pathlib import Path
 
 from launchlab import manifest, paths
 
@@ -31,22 +32,27 @@ def updated(text: str) -> str:
 
 
 def table() -> str:
-    """One Markdown table a module; a chapter that is ready is a link to its notebook."""
-    return "".join(_module(module) for module in manifest.modules())
+    """One Markdown table a module; a chapter that is ready links to its notebook and to the solution with its outputs."""
+    return "\n".join(_module(module) for module in manifest.modules()) + "\n"
 
 
 def _module(module: manifest.Module) -> str:
     rows = "".join(_row(chapter) for chapter in manifest.chapters() if chapter.module == module.id)
-    return f"\n**{module.title}** · {module.about}\n\n| chapter | minutes | needs |\n|---|---:|---|\n{rows}\n"
+    return f"\n**{module.title}** · {module.about}\n\n| chapter | solution | minutes | needs |\n|---|---|---:|---|\n{rows}"
 
 
 def _row(chapter: manifest.Chapter) -> str:
-    where = chapter.release.relative_to(paths.ROOT).as_posix()
-    title = f"[{chapter.title}]({where})" if chapter.ready else f"{chapter.title} *(planned)*"
+    title, solution = f"{chapter.title} *(planned)*", ""
+    if chapter.ready:
+        title, solution = _link(chapter.title, chapter.release), _link("解答", chapter.solution)
     needs = chapter.needs
     parts = [f"{needs.memory_gib:g} GB"]
     if needs.cuda > (12, 0):
         parts.append("CUDA {}.{}".format(*needs.cuda))
     if needs.tensorrt:
         parts.append("TensorRT")
-    return f"| {title} | {chapter.minutes} | {', '.join([*parts, *needs.packages])} |\n"
+    return f"| {title} | {solution} | {chapter.minutes} | {', '.join([*parts, *needs.packages])} |\n"
+
+
+def _link(text: str, path: Path) -> str:
+    return f"[{text}]({path.relative_to(paths.ROOT).as_posix()})"

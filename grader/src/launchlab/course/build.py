@@ -59,7 +59,9 @@ def differences(chapter: Chapter, built: Built) -> list[str]:
     """What on disk is not as built, in Chinese."""
     expected = dict(_targets(chapter, built))
     found = [f"{_shown(path)}：缺失" for path in expected if not path.exists()]
-    found += [f"{_shown(path)}：与源文件不一致" for path, content in expected.items() if path.exists() and not _holds(path, content)]
+    found += [
+        f"{_shown(path)}：与源文件不一致" for path, content in expected.items() if path.exists() and not _holds(path, content)
+    ]
     return found + [f"{_shown(path)}：不属于发布版，请删除" for path in _extra(chapter, built)]
 
 

@@ -19,7 +19,7 @@ from launchlab.course import source
 from launchlab.device import has_gpu
 
 CELL_SECONDS = 300  # a whole chapter takes less than 60 s on the recording GPU
-SKIPPED = "⏭ 这一格需要 GPU，这台机器上没有可用的 CUDA GPU，所以跳过了它。"
+SKIPPED = "⏭ 这个单元需要 GPU，这台机器上没有可用的 CUDA GPU，所以跳过了它。"
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -92,7 +92,7 @@ def _explained(current: str, error: Exception) -> str:
         case CellTimeoutError():
             why = f"运行超过 {CELL_SECONDS} 秒。"
         case DeadKernelError():
-            why = "内核进程在这一格里退出了（崩溃或内存用尽）。"
+            why = "内核进程在这个单元里退出了（崩溃或内存用尽）。"
         case CellExecutionError():
             why = ANSI.sub("", f"{error.ename}: {error.evalue}\n{error.traceback}")
     return f"{current} 出错：{why}"

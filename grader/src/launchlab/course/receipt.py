@@ -20,6 +20,7 @@ from launchlab.manifest import Chapter
 
 NUMBERS = re.compile(r"\[\s+((?:-?[0-9][0-9.eE+-]*,?\s+)+)\]")
 
+
 def make(chapter: Chapter, gpu: Gpu, execution: Execution, solution: Any, release: Any) -> dict:
     """The receipt of one run: ``solution`` and ``release`` are the exam's Reports."""
     return {
@@ -50,8 +51,7 @@ def make(chapter: Chapter, gpu: Gpu, execution: Execution, solution: Any, releas
             for check in solution.checks
         ],
         "release_checks": [
-            {"id": check.id, "verdict": check.verdict, "score": check.score, "reason": check.reason}
-            for check in release.checks
+            {"id": check.id, "verdict": check.verdict, "score": check.score, "reason": check.reason} for check in release.checks
         ],
     }
 
@@ -114,7 +114,7 @@ def _problems(chapter: Chapter, receipt: dict) -> list[str]:
         found.append("录制时间在将来")
     examined = [_examined(cell) for cell in nb.cells if is_grade(cell)]
     if [{key: check[key] for key in ("id", "kind", "needs_gpu", "points")} for check in checks] != examined:
-        found.append("检查项与解答笔记本的测试格不一致")
+        found.append("检查项与解答笔记本的测试单元不一致")
     if [check["id"] for check in release] != [check["id"] for check in checks]:
         found.append("发布版的检查项与解答的不一致")
     for check in checks:

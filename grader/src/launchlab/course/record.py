@@ -28,7 +28,7 @@ def main(names: Iterable[str]) -> int:
         print(f"[{number}/{len(chosen)}] {each.name}", flush=True)
         try:
             found = record(each)
-        except Exception:  # one broken chapter must not cost the others their time on the GPU
+        except Exception:  # noqa: BLE001 - one broken chapter must not cost the others their time on the GPU
             found = [traceback.format_exc()]
         for problem in found:
             print("  ✗ " + problem.replace("\n", "\n    "))

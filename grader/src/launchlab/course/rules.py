@@ -53,7 +53,7 @@ def _names(nb: NotebookNode) -> Iterator[str]:
     names = Counter(cell.metadata.nbgrader.grade_id for cell in nb.cells if is_solution(cell) or is_grade(cell))
     for name, times in names.items():
         if times > 1:
-            yield f"练习名 {name} 用了 {times} 次：每个解答格、测试格的名字在一章里只能出现一次"
+            yield f"练习名 {name} 用了 {times} 次：每个答题单元、测试单元的名字在一章里只能出现一次"
 
 
 def _exercises(nb: NotebookNode) -> Iterator[str]:
@@ -61,17 +61,17 @@ def _exercises(nb: NotebookNode) -> Iterator[str]:
     tested = {test.id for exercise in found for test in exercise.tests}
     for number, cell in enumerate(nb.cells, 1):
         if is_grade(cell) and cell.id not in tested:
-            yield f"{label(cell, number)}：测试格前面没有解答格"
+            yield f"{label(cell, number)}：测试单元前面没有答题单元"
     for exercise in found:
         if not exercise.tests:
-            yield f"练习 {exercise.name}：解答格后面没有测试格"
+            yield f"练习 {exercise.name}：答题单元后面没有测试单元"
         yield from (f"练习 {exercise.name}：{problem}" for problem in _hint(exercise.hint))
 
 
 def _hint(cell: NotebookNode | None) -> Iterator[str]:
     layers = HINT.findall(cell.source) if cell is not None and cell.cell_type == "markdown" else []
     if len(layers) != 2 or cell.source.count("<details") != 2:
-        yield "解答格的前一格要是文字格，里面正好两层提示，各是 <details><summary>…</summary> … </details>：先点拨，再给 API"
+        yield "答题单元的前一个要是文字单元，里面正好两层提示，各是 <details><summary>…</summary> … </details>：先点拨，再给 API"
     for layer, (summary, body) in enumerate(layers, 1):
         if not summary.strip() or not body.strip():
             yield f"第 {layer} 层提示是空的"
@@ -87,9 +87,9 @@ def _hidden_tests(nb: NotebookNode) -> Iterator[str]:
             elif not any(_does_something(region) for region in regions):
                 yield f"{label(cell, number)}：隐藏测试是空的"
         elif marks:
-            yield f"{label(cell, number)}：只有测试格能有隐藏测试"
+            yield f"{label(cell, number)}：只有测试单元能有隐藏测试"
         if "BEGIN SOLUTION" in cell.source and not is_solution(cell):
-            yield f"{label(cell, number)}：只有解答格能有 BEGIN SOLUTION"
+            yield f"{label(cell, number)}：只有答题单元能有 BEGIN SOLUTION"
 
 
 def _does_something(region: str) -> bool:
@@ -111,7 +111,7 @@ def _demo_names(nb: NotebookNode) -> Iterator[str]:
     for number, cell in code:
         if "demo" not in tags(cell):
             for name in sorted(names[number].used & (demo - given)):
-                yield f"{label(cell, number)}：用到的 {name} 只在 demo 格里定义，考试时不会运行那些格"
+                yield f"{label(cell, number)}：用到的 {name} 只在 演示单元（demo）里定义，考试时不会运行那些单元"
 
 
 class _Names:
@@ -152,4 +152,4 @@ def _headings(nb: NotebookNode) -> Iterator[str]:
 def _points(nb: NotebookNode, points: float) -> Iterator[str]:
     total = sum(cell.metadata.nbgrader.points for cell in nb.cells if is_grade(cell))
     if total != points:
-        yield f"测试格的分数合计 {total}，chapters.toml 里写的是 {points}"
+        yield f"测试单元的分数合计 {total}，chapters.toml 里写的是 {points}"

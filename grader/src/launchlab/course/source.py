@@ -70,9 +70,9 @@ def label(cell: NotebookNode, number: int) -> str:
     grade_id = meta.get("nbgrader", {}).get("grade_id")
     if grade_id or "solution" in meta or "test" in meta:
         name = grade_id or meta.get("solution") or f"test_{meta['test']}"
-        return f"第 {number} 格 {name}"
+        return f"第 {number} 个单元 {name}"
     first = cell.source.strip().split("\n")[0]
-    return f"第 {number} 格（{first[:30]}）"
+    return f"第 {number} 个单元（{first[:30]}）"
 
 
 def tags(cell: NotebookNode) -> set[str]:
@@ -100,9 +100,9 @@ def _unknown(cell: NotebookNode, metadata: dict, tags: list[str]) -> list[str]:
     problems = [f"不认识的标签 {tag}，可用：{'、'.join(TAGS)}" for tag in tags if tag not in TAGS]
     problems += [f"不认识的元数据 {key}" for key in metadata if key not in allowed]
     if allowed and cell.cell_type != "code":
-        problems.append("解答格和测试格必须是代码格")
+        problems.append("答题单元和测试单元必须是代码单元")
     if "instructor" in tags and cell.cell_type != "markdown":
-        problems.append("instructor 只用于文字格：代码格删掉以后，学习者的笔记本就缺了一段")
+        problems.append("instructor 只用于文字单元：代码单元删掉以后，学习者的笔记本就缺了一段")
     for key in allowed & {"solution", "test"}:
         if not NAME.fullmatch(str(metadata[key])):
             problems.append(f"{key} 的名字要像变量名：{metadata[key]!r}")

@@ -25,7 +25,7 @@ class StubSolutions(ClearSolutions):
         for line in cell.source.split("\n"):
             if self.begin_solution_delimeter in line:
                 if inside:
-                    raise ValueError(f"解答格 {name}：上一个 BEGIN SOLUTION 还没有 END SOLUTION，又来了一个")
+                    raise ValueError(f"答题单元 {name}：上一个 BEGIN SOLUTION 还没有 END SOLUTION，又来了一个")
                 inside = found = True
                 kept.append(_stub(line, name))
             elif self.end_solution_delimeter in line:
@@ -33,9 +33,9 @@ class StubSolutions(ClearSolutions):
             elif not inside:
                 kept.append(line)
         if inside:
-            raise ValueError(f"解答格 {name}：BEGIN SOLUTION 没有对应的 END SOLUTION")
+            raise ValueError(f"答题单元 {name}：BEGIN SOLUTION 没有对应的 END SOLUTION")
         if not found and cell.metadata.get("nbgrader", {}).get("solution"):
-            raise ValueError(f"解答格 {name}：没有 ### BEGIN SOLUTION: … 到 ### END SOLUTION 的区域")
+            raise ValueError(f"答题单元 {name}：没有 ### BEGIN SOLUTION: … 到 ### END SOLUTION 的区域")
         cell.source = "\n".join(kept)
         return found
 
@@ -44,7 +44,7 @@ def _stub(line: str, name: str) -> str:
     text = STUB_TEXT.search(line)
     if text is None:
         raise ValueError(
-            f"解答格 {name}：BEGIN SOLUTION 后面缺一句会教人的话。学习者还没作答时看到的就是它，"
+            f"答题单元 {name}：BEGIN SOLUTION 后面缺一句会教人的话。学习者还没作答时看到的就是它，"
             "例如 ### BEGIN SOLUTION: 先在流上捕获，再实例化"
         )
     indent = line[: len(line) - len(line.lstrip())]

@@ -48,7 +48,7 @@ class Check:
 
         ``got`` may be a `Handle` of an array or a `Buffer`. NaN equals nothing; a bool is no number.
         """
-        if isinstance(got, Handle):
+        if isinstance(got, Handle) and isinstance(want, np.ndarray):
             got = got.numpy()
         elif isinstance(got, Buffer):
             got = got.read()

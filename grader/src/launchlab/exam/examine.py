@@ -60,7 +60,7 @@ def examine(nb: NotebookNode, chapter: Chapter, files: Path | None = None) -> Re
         for cell, test in tests:
             check = CheckReport(test.id, test.kind, test.needs_gpu, test.points)
             if test.needs_gpu and not gpu:
-                check.verdict, check.reason = judge.NEEDS_GPU, "这道练习要在真实的 GPU 上评分，这台机器没有。分数留空，换一台有 GPU 的机器再评。"
+                check.verdict, check.reason = judge.NEEDS_GPU, "这台机器没有 GPU，没有评分：换一台有 GPU 的机器再评。"
             else:
                 _examine_one(test.source, check, student, master, report.gpu)
             report.checks.append(check)

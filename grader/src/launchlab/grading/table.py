@@ -17,9 +17,11 @@ def verdicts(title: str, rows: list[tuple[str, list[dict]]], remarks: dict[str, 
     under the reason of open verdicts (the recorded run's figures, say).
     """
     table = Table(title=title, show_lines=False, expand=True)
-    for heading, ratio in (("提交", 2), ("练习", 3), ("结论", 2), ("得分", 1), ("原因", 8)):
+    for heading, ratio in (("提交", 4), ("练习", 4), ("结论", 2), ("得分", 1), ("原因", 9)):
         table.add_column(heading, ratio=ratio, overflow="fold")
     for name, checks in rows:
+        if len({(check["verdict"], check["reason"]) for check in checks}) == 1 and checks[0]["verdict"] == judge.REFUSED:
+            checks = [checks[0] | {"id": "全部"}]
         for number, check in enumerate(checks):
             is_open = check["score"] is None
             style = STYLES.get(check["verdict"], "yellow")

@@ -80,9 +80,7 @@ class _Notes:
 
 
 def _passed_through_exam(trace) -> bool:
-    return any(
-        _is_exam(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(trace)
-    )
+    return any(_is_exam(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(trace))
 
 
 def _is_exam(module: str) -> bool:

@@ -4,13 +4,12 @@
 # 这一章不需要 GPU，只用 NumPy：预测一串启动的总时间，让一份状态原地前进，再求一张图的最长路径。
 
 # %% [markdown] tags=["instructor"]
-# 给教师：这一章只供测试使用。INSTRUCTOR-ONLY 这一格不会出现在发布版里。
+# 给教师：这一章只供测试使用。INSTRUCTOR-ONLY 这个单元不会出现在发布版里。
 
 # %%
 from pathlib import Path
 
 import numpy as np
-
 from launchlab.exam import check, reference, secret, student
 
 # %%
