@@ -10,15 +10,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import attack_files
 import nbformat
-import pytest
 from nbformat import NotebookNode
 from nbgrader.api import Gradebook
 
 import launchlab
 from launchlab.course.release import CONFIG
+
+if TYPE_CHECKING:
+    import pytest
 
 MINI = Path(__file__).parent / "mini_course"
 NAME = "90_mini"

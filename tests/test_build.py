@@ -148,12 +148,12 @@ REFUSED = {
     "demo name in a solution": (
         "    if n == 0:\n",
         "    if n == 0 or not table:\n",
-        "total_us：用到的 table 只在 演示单元（demo）里定义",
+        "total_us：用到的 table 只在演示单元（demo）里定义",
     ),
     "demo name in a test": (
         "### BEGIN HIDDEN TESTS\ncheck.equal(student.total_us",
         '### BEGIN HIDDEN TESTS\nstudent.value("table")\ncheck.equal(student.total_us',
-        "test_total_us：用到的 table 只在 演示单元（demo）里定义",
+        "test_total_us：用到的 table 只在演示单元（demo）里定义",
     ),
     "two titles": ("# ## 小结", "# # 小结", "正好要有一个一级标题（# …），现在有 2 个"),
     "skipped level": ("# ## 小结", "# #### 小结", "标题从 2 级跳到了 4 级"),
@@ -201,5 +201,5 @@ def test_names_know_scopes():
         '# %% tags=["demo"]\nx = 1\nfor rows in []: pass\n\n# %%\ndef f(x):\n    return [rows for rows in x]\n\n# %%\nclass A:\n    y = x\n'
     )
     assert [text for text in rules.problems(nb, 0) if "demo" in text] == [
-        "第 3 个单元（class A:）：用到的 x 只在 演示单元（demo）里定义，考试时不会运行那些单元"
+        "第 3 个单元（class A:）：用到的 x 只在演示单元（demo）里定义，考试时不会运行那些单元"
     ]

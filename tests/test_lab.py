@@ -87,6 +87,8 @@ def test_say_prints_outside_a_notebook_and_names_the_gpu(capsys):
     said = capsys.readouterr().out
     assert "**3** µs" in said
     assert ("实测" in said) == (lab.gpu_name() is not None)
+    lab.say("讲义说 **80** µs", measured=False)
+    assert "实测" not in capsys.readouterr().out
 
 
 # Errors of CUDA
@@ -253,7 +255,7 @@ def luminance(rgb):
 
 
 def test_names_that_a_cell_would_have_bound():
-    source = "import cupy as cp, cupyx.profiler\nx, (y, z) = 1, (2, 3)\ndef f(): pass\nfor i in a: pass\nwith b as c: pass\n"
+    source = "import cupy as cp, cupyx.profiler\nx, (y, z) = 1, (2, 3)\ndef f():\n    local = 1\nfor i in a: pass\nwith b as c: pass\n"
     assert without_gpu.names_bound_by(source) == {"cp", "cupyx", "x", "y", "z", "f", "i", "c"}
 
 

@@ -31,7 +31,8 @@ class Bench:
     """A repository with the launcher in it, an index of its own, and the way to start it."""
 
     def __init__(self, root: Path):
-        self.root, self.index, self.venv = root, root / "index", root / "grader" / ".venv"
+        # The index lies beside it: pip takes a space in PIP_FIND_LINKS for the end of a path.
+        self.root, self.index, self.venv = root, root.parent / "index", root / "grader" / ".venv"
         package = root / "grader" / "src" / "launchlab"
         package.mkdir(parents=True)
         self.index.mkdir()
@@ -116,7 +117,7 @@ def test_environment_is_made_once_and_follows_the_locks(bench):
 
     # A folder that was moved: the environment's paths are wrong, so it is made anew.
     bench.root = bench.root.rename(bench.root.with_name("moved"))
-    bench.index, bench.venv = bench.root / "index", bench.root / "grader" / ".venv"
+    bench.venv = bench.root / "grader" / ".venv"
     moved = bench.runs(LAUNCHLAB_CUDA="none")
     assert moved["prefix"] == str(bench.venv)
     assert moved["found"] == {"first": "2.0"}

@@ -38,7 +38,7 @@ lab.here()
 # - `mix`：把数组里的每个 32 位整数“搅拌”一次。它的结果依赖顺序，也永远不会停在一个固定值上，
 #   所以漏做一次、多做一次、顺序颠倒，结果都会不同，最适合用来验证“该做的真的做了”。
 # - `absorb`：把另一块缓冲的内容异或进来，当作“吸收一份新输入”。
-# - `spin`：让 GPU 空转给定的纳秒数，用来模拟长短不同的内核。
+# - `spin`：让 GPU 空转一段给定的时间，用来模拟长短不同的内核。
 
 # %% tags=["gpu"]
 import cupy as cp
@@ -242,6 +242,7 @@ plt.show()
 #
 # 最常用的捕获方式是流捕获（stream capture）：让一条流进入捕获状态，此后往这条流里放的工作都被“录”下来。
 # 下面的内容和讲义里的 C++ 例子一一对应：两个内核、一次设备内拷贝，我们再添一次事件记录。
+# 捕获流也一样：`cp.cuda.Stream(non_blocking=True)` 就是讲义里带 `cudaStreamNonBlocking` 标志的 `cudaStreamCreateWithFlags`。
 #
 # `cuda.bindings` 的每个函数都返回一个元组，第一项是错误码；`lab.check_cuda` 只做一件事：
 # 错误码不为零就抛出带解释的异常，否则把其余的值交给你。
@@ -508,7 +509,8 @@ lab.say(
             (name, n, eager, graph, f"{eager / graph:.1f}", f"{eager / n:.2f}", f"{graph / n:.3f}")
             for name, (n, eager, graph) in FOUNDING.items()
         ],
-    )
+    ),
+    measured=False,
 )
 
 # %% [markdown]
@@ -811,7 +813,8 @@ lab.say(
 )
 
 # %% [markdown]
-# 道理不难：逐个启动时，CPU 在一帧里有 100 次被打断的机会；用图只有一次。机器越忙，这个差别越大。
+# 道理是这样的：逐个启动时，CPU 在一帧里有 100 次被打断的机会；用图只有一次。
+# 安静的机器上差别可能不大，所以要在你真正部署的、忙碌的机器上看 p99。
 #
 # ### 一条可以算的规则
 #
@@ -1007,7 +1010,7 @@ lab.say(lab.table(("每张图的节点数", "每张图 MiB", "每个节点 字�
 # ## 练习
 #
 # 四道练习，共 12 分。练习里可以用前面**正式单元**定义的名字：
-# `cp`、`cupyx`、`cudart`、`stream`、`mix`、`launch_mix`、`launch_absorb`、`eager_chain`、`mixed`。
+# `cp`、`cupyx`、`cudart`、`stream`、`mix`、`launch_mix`、`launch_absorb`、`eager_chain`、`mixed`、`Replayer`。
 # 实验单元里的 `record`、`kinds` 等等，评分时是不存在的：评分会在干净的环境里只运行正式单元和你的解答。
 #
 # ### 练习一：捕获一条链（3 分）

@@ -50,6 +50,8 @@ def run(arguments: list[str]) -> int:
         print(f"✗ 没有名为“{arguments[0]}”的命令。{hint}", file=sys.stderr)
         return 2
     chosen, rest = parser.parse_known_args(arguments)
+    if "command" not in chosen:
+        parser.error(" ".join(rest))
     if rest and not chosen.passes_on:
         commands[arguments[0]].error(" ".join(rest))
     try:

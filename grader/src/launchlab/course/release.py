@@ -8,6 +8,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import nbformat
+from nbformat import NotebookNode
 from nbgrader.converters import GenerateAssignment
 from nbgrader.converters.base import NbGraderException
 from nbgrader.coursedir import CourseDirectory
@@ -16,6 +18,7 @@ from traitlets.config.loader import PyFileConfigLoader
 
 import launchlab
 from launchlab.course import source
+from launchlab.manifest import Chapter
 
 CONFIG = Path(launchlab.__file__).parents[2] / "nbgrader_config.py"
 
@@ -50,6 +53,12 @@ def release(name: str, notebook: str, folder: Path) -> dict[str, bytes]:
         released = Path(root, config.CourseDirectory.release_directory, name)
         files = sorted(path for path in released.rglob("*") if path.is_file())
         return {path.relative_to(released).as_posix(): path.read_bytes() for path in files}
+
+
+def pristine(chapter: Chapter) -> NotebookNode:
+    """The chapter's release as the course has it, whatever a learner did to the copy in ``course/``."""
+    made = release(chapter.name, chapter.solution.read_text(encoding="utf-8"), chapter.solution.parent)
+    return nbformat.reads(made[f"{chapter.name}.ipynb"].decode(), as_version=4)
 
 
 def generate(converter: GenerateAssignment) -> None:

@@ -111,7 +111,7 @@ def _demo_names(nb: NotebookNode) -> Iterator[str]:
     for number, cell in code:
         if "demo" not in tags(cell):
             for name in sorted(names[number].used & (demo - given)):
-                yield f"{label(cell, number)}：用到的 {name} 只在 演示单元（demo）里定义，考试时不会运行那些单元"
+                yield f"{label(cell, number)}：用到的 {name} 只在演示单元（demo）里定义，考试时不会运行那些单元"
 
 
 class _Names:

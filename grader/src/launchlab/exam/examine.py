@@ -54,8 +54,8 @@ def examine(nb: NotebookNode, chapter: Chapter, files: Path | None = None) -> Re
     tests = [(cell, master.tests[cell.metadata.nbgrader.grade_id]) for cell in nb.cells if _is_test(cell, master)]
     if any(gpu or not test.needs_gpu for _, test in tests):
         master.reference.warm_up()
-    folders = tuple(folder for folder in (files, chapter.release.parent) if folder and folder.is_dir())
-    student = Process(master.cells_to_run(nb), partial(Kernel, files=folders, sandboxed=sandboxed, cupy_cache=master.cupy_cache), bool(gpu))
+    make_kernel = partial(Kernel, given=chapter.solution.parent, own=files, sandboxed=sandboxed, cupy_cache=master.cupy_cache)
+    student = Process(master.cells_to_run(nb), make_kernel, bool(gpu))
     try:
         for cell, test in tests:
             check = CheckReport(test.id, test.kind, test.needs_gpu, test.points)
@@ -209,7 +209,7 @@ class Reference:
         self._starting: Future | None = None
 
     def _kernel(self) -> Kernel:
-        return Kernel(files=(self._chapter.solution.parent,), sandboxed=False, cupy_cache=self._master.cupy_cache)
+        return Kernel(given=self._chapter.solution.parent, sandboxed=False, cupy_cache=self._master.cupy_cache)
 
     def warm_up(self) -> None:
         """Have the process ready: started beside the student's, not after it."""

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty
-from typing import Any
+from typing import Any, Callable
 
 from jupyter_client import BlockingKernelClient
 from jupyter_client.connect import write_connection_file
@@ -58,18 +58,21 @@ class CellResult:
 class Kernel:
     """One kernel process in a folder of its own.
 
-    ``files``: folders whose content is copied into the working folder before the start.
+    ``given``: the chapter's folder, whose data files (no notebook, no source) are copied into the
+    working folder. ``own``: the submission's folder, copied before that, so that a chapter's file wins.
     ``sandboxed``: run behind bubblewrap. ``cupy_cache``: a folder of compiled kernels to
     begin with (copied, so that nobody can poison it for others).
     """
 
-    def __init__(self, *, files: tuple[Path, ...] = (), sandboxed: bool, cupy_cache: Path | None = None):
+    def __init__(self, *, given: Path | None = None, own: Path | None = None, sandboxed: bool, cupy_cache: Path | None = None):
         # A short path: Unix sockets allow about 100 characters.
         self.folder = Path(tempfile.mkdtemp(prefix="ll-"))
         self.work = self.folder / "work"
         self.work.mkdir()
-        for source in files:
-            shutil.copytree(source, self.work, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.ipynb", ".*", "__pycache__"))
+        if own is not None:
+            shutil.copytree(own, self.work, dirs_exist_ok=True, ignore=_ignore("*.ipynb", ".*", "__pycache__"))
+        if given is not None:
+            shutil.copytree(given, self.work, dirs_exist_ok=True, ignore=_ignore("*.ipynb", ".*", "__pycache__", "*.py"))
         cache = self.folder / "cupy"
         if cupy_cache is not None and cupy_cache.is_dir():
             shutil.copytree(cupy_cache, cache)
@@ -184,6 +187,26 @@ class Kernel:
             except (KeyError, TypeError, ValueError):
                 continue
 
+    def pause(self) -> None:
+        """Stop the process and all it started, so that it can neither work nor disturb."""
+        for pid in self._family():
+            _signal(pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a paused process go on."""
+        for pid in self._family():
+            _signal(pid, signal.SIGCONT)
+
+    def _family(self) -> list[int]:
+        family = [self.process.pid]
+        for pid in family:  # grows while it is walked
+            for children in Path(f"/proc/{pid}/task").glob("*/children"):
+                try:
+                    family += [int(child) for child in children.read_text().split()]
+                except OSError:
+                    continue
+        return family
+
     def close(self) -> None:
         """Kill the process and all it started, and remove its folder."""
         self.client.stop_channels()
@@ -193,6 +216,19 @@ class Kernel:
             pass
         self.process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _ignore(*patterns: str) -> Callable[[str, list[str]], set[str]]:
+    """For copytree: leave out ``patterns``, and links, which could lead anywhere."""
+    by_name = shutil.ignore_patterns(*patterns)
+    return lambda folder, names: by_name(folder, names) | {name for name in names if os.path.islink(os.path.join(folder, name))}
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
 
 
 class _Outputs:

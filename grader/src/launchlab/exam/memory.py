@@ -102,13 +102,14 @@ class Buffer:
             return self._initial.copy()
         if self.block is not None:
             return self.block.read(np.empty(self.shape, self.dtype))
-        return self._shaped(self.party.ask("read", buffer=self))
+        return self.shaped(self.party.ask("read", buffer=self))
 
     def poison(self) -> None:
         """Fill with bytes 0xA5, so that an output never written cannot look right."""
         self.write(np.full(max(self.nbytes, 1), 0xA5, np.uint8)[: self.nbytes].view(self.dtype))
 
-    def _shaped(self, value: object) -> np.ndarray:
+    def shaped(self, value: object) -> np.ndarray:
+        """``value`` if it is an array of this shape and dtype; else bytes that no result has by chance."""
         if isinstance(value, np.ndarray) and value.shape == self.shape and value.dtype == self.dtype:
             return value
         return np.full(max(self.nbytes, 1), 0x5A, np.uint8)[: self.nbytes].view(self.dtype).reshape(self.shape)

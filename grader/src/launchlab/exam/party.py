@@ -99,6 +99,12 @@ class Party:
     def _block(self, size: int) -> Block | None:
         return None
 
+    def pause(self) -> None:
+        """Keep the party from doing anything until `resume`; a party in this process cannot be kept."""
+
+    def resume(self) -> None:
+        """End of a `pause`."""
+
     def forget(self) -> None:
         """End of an exercise: handles and buffers made for it are no longer valid."""
         if not self.used:

@@ -117,6 +117,14 @@ class Process(Party):
         except (CudaError, ImportError):
             return None
 
+    def pause(self) -> None:
+        if self._kernel is not None:
+            self._kernel.pause()
+
+    def resume(self) -> None:
+        if self._kernel is not None:
+            self._kernel.resume()
+
     def probe(self) -> str | None:
         """The CUDA error that poisons the process now, or None; a poisoned process is ended."""
         if self._kernel is None or not self.gpu:

@@ -5,6 +5,9 @@ slope between the two is the time of one run, end to end with a device-wide sync
 differ from round to round and are secret, and after every round the state that the
 candidate advanced must equal, byte for byte, the state that the reference advanced by as
 many runs: the time of work that was not done is never counted.
+
+While the others are measured, the candidate's process is stopped: it can neither work ahead
+nor slow them down. Its state is drawn and written when its own turn begins.
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ class Lane:
     def __init__(self, work: Any, state: Buffer | None):
         self.work, self.state = work, state
         self.party = unit(work)[0]
+        self.bytes = b""
 
     def time(self, runs: int) -> float:
         """Seconds that ``runs`` runs took, asked from here and synchronised there.
@@ -63,8 +67,18 @@ class Lane:
         elapsed = time.perf_counter() - start
         if self.state is not None:
             # Read at once: memory of the examiner's own shows what had been done by now.
-            self.bytes = (self.state._shaped(value) if staged else self.state.read()).tobytes()
+            self.bytes = (self.state.shaped(value) if staged else self.state.read()).tobytes()
         return elapsed
+
+    def turn(self, start: np.ndarray | None, few: int, many: int) -> list[list[float]]:
+        """A short and a long sample, ``[[few, seconds], [many, seconds]]``, from state ``start``."""
+        self.party.resume()
+        try:
+            if self.state is not None:
+                self.state.write(start)
+            return [[few, self.time(few)], [many, self.time(many)]]
+        finally:
+            self.party.pause()
 
     def calibrate(self) -> int:
         """How many runs fill about `SEGMENT_SECONDS`."""
@@ -87,27 +101,26 @@ def measure(baseline: Any, candidate: Any, best: Any, state: tuple[Buffer, Buffe
     """
     lanes = {"baseline": Lane(baseline, None), "candidate": Lane(candidate, state[0]), "best": Lane(best, state[1])}
     record: dict[str, Any] = {"check": "speedup", "at_least": at_least, "ceiling": ceiling, "states_differ": 0, "attempts": []}
-    own, common = lanes["baseline"].calibrate(), lanes["best"].calibrate()
     lanes["candidate"].time(WARM_RUNS)
-    for _ in range(ATTEMPTS):
-        rounds: list[dict] = []
-        record["attempts"].append(rounds)
-        for number in range(PAIRS):
-            start = secret.integers(0, 256, state[0].nbytes, dtype=np.uint8).view(state[0].dtype)
-            for buffer in state:
-                buffer.write(start)
-            few = int(secret.integers(1, 4))
-            many = {"baseline": few + own, "candidate": few + common + int(secret.integers(0, 1 + common // 4))}
-            many["best"] = many["candidate"]
-            order = ("baseline", "candidate", "best")
-            result = {}
-            for name in order if number % 2 == 0 else reversed(order):
-                lane = lanes[name]
-                result[name] = [[few, lane.time(few)], [many[name], lane.time(many[name])]]
-            rounds.append(result)
-            if lanes["candidate"].bytes != lanes["best"].bytes:
-                record["states_differ"] += 1
-                return record
-        if speedup(rounds, at_least, ceiling)["verdict"] != INCONCLUSIVE:
-            break
+    learner = lanes["candidate"].party
+    learner.pause()
+    try:
+        own, common = lanes["baseline"].calibrate(), lanes["best"].calibrate()
+        for _ in range(ATTEMPTS):
+            rounds: list[dict] = []
+            record["attempts"].append(rounds)
+            for number in range(PAIRS):
+                start = secret.integers(0, 256, state[0].nbytes, dtype=np.uint8).view(state[0].dtype)
+                few = int(secret.integers(1, 4))
+                many = few + common + int(secret.integers(0, 1 + common // 4))
+                counts = {"baseline": few + own, "candidate": many, "best": many}
+                order = ("baseline", "candidate", "best")
+                rounds.append({name: lanes[name].turn(start, few, counts[name]) for name in (order if number % 2 == 0 else reversed(order))})
+                if lanes["candidate"].bytes != lanes["best"].bytes:
+                    record["states_differ"] += 1
+                    return record
+            if speedup(rounds, at_least, ceiling)["verdict"] != INCONCLUSIVE:
+                break
+    finally:
+        learner.resume()
     return record

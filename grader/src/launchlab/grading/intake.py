@@ -23,6 +23,8 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell
 
 from launchlab.course import gradebook
+from launchlab.course.release import pristine
+from launchlab.manifest import chapter
 from launchlab.paths import BUILD
 
 LARGEST = 64 << 20  # bytes of a notebook file
@@ -187,19 +189,19 @@ class IntakeExporter(NotebookExporter):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         converter = self.parent
-        self._coursedir = converter.coursedir
+        self.coursedir = converter.coursedir
         _take_turn(self.log)
-        gradebook.ensure(self._coursedir.assignment_id, self._coursedir)
+        gradebook.ensure(self.coursedir.assignment_id, self.coursedir)
+        self._release = pristine(chapter(self.coursedir.assignment_id))
         for folder in list(converter.assignments):
+            self._unlink(Path(folder))
             self._rename(converter, Path(folder))
             self._sweep(Path(folder))
 
     def from_filename(self, filename: str, resources: dict | None = None, **kwargs: Any) -> tuple[str, dict]:
-        if Path(filename).is_relative_to(Path(self._coursedir.root, self._coursedir.autograded_directory)):
+        if Path(filename).is_relative_to(Path(self.coursedir.root, self.coursedir.autograded_directory)):
             return super().from_filename(filename, resources=resources, **kwargs)
-        assignment, notebook = resources["nbgrader"]["assignment"], resources["nbgrader"]["notebook"]
-        release_path = Path(self._coursedir.format_path(self._coursedir.release_directory, ".", assignment), f"{notebook}.ipynb")
-        release = nbformat.read(release_path, as_version=4)
+        release = self._release
         try:
             nb, notes = graft(Path(filename).read_bytes(), release)
         except Refused as error:
@@ -214,9 +216,15 @@ class IntakeExporter(NotebookExporter):
             nb.cells.insert(0, new_markdown_cell("**收卷说明**\n\n" + "\n".join(f"- {note}" for note in notes), id="intake-notes"))
         return self.from_notebook_node(nb, resources=resources, **kwargs)
 
+    def _unlink(self, folder: Path) -> None:
+        """Links in a submission could make nbgrader copy any file of this machine into the learner's feedback."""
+        for path in [path for path in folder.rglob("*") if path.is_symlink()]:
+            self.log.warning("%s: a link, removed", path)
+            path.unlink()
+
     def _rename(self, converter: Any, folder: Path) -> None:
         """A notebook under another name, if it is the only one and none has the right name, is taken for the chapter's."""
-        wanted = folder / f"{self._coursedir.assignment_id}.ipynb"
+        wanted = folder / f"{self.coursedir.assignment_id}.ipynb"
         found = [Path(path) for path in converter.assignments[str(folder)]]
         if wanted.exists() or len(found) != 1:
             return
@@ -227,8 +235,8 @@ class IntakeExporter(NotebookExporter):
 
     def _sweep(self, submitted: Path) -> None:
         """Remove the half-made result of a grader that was killed: nbgrader would take it for done."""
-        student = re.sub(rf"^{re.escape(str(Path(self._coursedir.root, self._coursedir.submitted_directory)))}/", "", str(submitted)).split("/")[0]
-        done = Path(self._coursedir.format_path(self._coursedir.autograded_directory, student, self._coursedir.assignment_id))
+        student = re.sub(rf"^{re.escape(str(Path(self.coursedir.root, self.coursedir.submitted_directory)))}/", "", str(submitted)).split("/")[0]
+        done = Path(self.coursedir.format_path(self.coursedir.autograded_directory, student, self.coursedir.assignment_id))
         if done.is_dir() and not _finished(done):
             self.log.warning("%s: unfinished, grading again", done)
             shutil.rmtree(done)

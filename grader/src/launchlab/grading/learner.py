@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import nbformat
 from rich.console import Console
 
+from launchlab.course.release import pristine
 from launchlab.exam.examine import examine
 from launchlab.grading.intake import Refused, graft
 from launchlab.grading.table import verdicts
@@ -25,7 +25,7 @@ def main(name: str, notebook: Path | None = None) -> int:
         console.print(f"没有找到 {chapter.name} 的参考解答（solutions/），评分需要它。请使用完整的课程仓库。")
         return 2
     try:
-        nb, notes = graft(path.read_bytes(), nbformat.read(chapter.release, as_version=4))
+        nb, notes = graft(path.read_bytes(), pristine(chapter))
     except Refused as error:
         console.print(str(error))
         return 2

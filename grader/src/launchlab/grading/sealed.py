@@ -26,7 +26,9 @@ class SealedExecute(NbGraderPreprocessor):
         if "refused" in told:
             report = refuse(nb, assignment, told["refused"])
         else:
-            report = examine(nb, chapter(assignment), files=Path(resources["metadata"]["path"]) if "path" in resources.get("metadata", {}) else None)
+            coursedir = self.parent.coursedir  # the exporter's
+            folder = Path(coursedir.format_path(coursedir.submitted_directory, student, assignment))
+            report = examine(nb, chapter(assignment), files=folder if folder.is_dir() else None)
         report.notes = list(told.get("notes", []))
         write_report(report, student)
         if report.sandbox == "none":

@@ -5,13 +5,14 @@ from collections.abc import Iterable, Sequence
 from .machine import gpu_name
 
 
-def say(markdown: str) -> None:
+def say(markdown: str, *, measured: bool = True) -> None:
     """Show Markdown as the cell's output, followed by the GPU that the numbers were measured on.
 
-    Outside IPython the text is printed.
+    measured: False for numbers that were computed or quoted, which owe nothing to this GPU. Outside IPython the
+    text is printed.
     """
     name = gpu_name()
-    if name:
+    if measured and name:
         markdown = f"{markdown}\n\n<small>实测：{name}</small>"
     from IPython import get_ipython
     from IPython.display import Markdown, display

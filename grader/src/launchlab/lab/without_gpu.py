@@ -4,7 +4,7 @@ A cell that fails this way leaves names undefined, and later cells fail over tho
 Cells that grade stay failed, so that no tool can take "not run" for "passed".
 """
 
-import ast
+import symtable
 import traceback
 from functools import cache
 
@@ -39,17 +39,9 @@ def is_for_lack_of_gpu(error: BaseException | None) -> bool:
 
 
 def names_bound_by(source: str) -> set[str]:
-    """Return the names that a cell's source would have bound: assignments, imports, definitions."""
-    names = set()
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.Name(id=name, ctx=ast.Store()):
-                names.add(name)
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                names.add(name)
-            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
-                names.update(alias.asname or _package(alias.name) for alias in aliases)
-    return names
+    """Return the global names that a cell's source would have bound: assignments, imports, definitions."""
+    symbols = symtable.symtable(source, "<cell>", "exec").get_symbols()
+    return {s.get_name() for s in symbols if s.is_assigned() or s.is_imported() or s.is_namespace()}
 
 
 def _package(dotted: str) -> str:
@@ -66,7 +58,7 @@ class _Notes:
         if not (follows or is_for_lack_of_gpu(error)):
             shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
             return
-        # IPython has transformed magics and shell lines away in the history's second list.
+        # The parsed history holds the cell as plain Python, with magics transformed.
         self.unbound |= names_bound_by(shell.history_manager.input_hist_parsed[-1])
         print("这个单元需要 GPU，这台机器上没有，所以没有执行。请接着看下一个单元。")
         if not _passed_through_exam(trace):

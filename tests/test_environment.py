@@ -1,0 +1,130 @@
+"""pyproject.toml, the lock files, environment.yml and the README agree with each other and with the manifest."""
+
+import ast
+import importlib.metadata
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.markers import Marker
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from launchlab import paths
+from launchlab.manifest import chapters
+
+PROJECT = tomllib.loads((paths.GRADER / "pyproject.toml").read_text(encoding="utf-8"))
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+LOCKS = {"lock.txt": [], "lock-cuda12.txt": EXTRAS["cuda12"], "lock-cuda13.txt": EXTRAS["cuda13"]}
+ENVIRONMENT = paths.ROOT / "environment.yml"
+EVERY = "every chapter"
+
+
+def pins(lock: str) -> dict[str, str]:
+    """name -> version, of all platforms."""
+    text = (paths.GRADER / lock).read_text(encoding="utf-8")
+    return dict(re.findall(r"^([a-z0-9.-]+)==([^ ;]+)", text, re.MULTILINE))
+
+
+def comments() -> dict[str, tuple[str, str]]:
+    """name -> (version, comment), as environment.yml pins them."""
+    text = ENVIRONMENT.read_text(encoding="utf-8")
+    found = re.findall(r"^ +- ([a-z0-9-]+)(?:\[\w+\])?==?([\w.]+)(?:  # (.+))?$", text, re.MULTILINE)
+    return {name: (version, comment) for name, version, comment in found}
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_lock_pins_every_file_and_names_no_host(lock):
+    text = (paths.GRADER / lock).read_text(encoding="utf-8")
+    assert "://" not in text
+    assert "index" not in text.replace("nbconvert", "")
+    head, *entries = re.split(r"^(?=[a-z0-9])", text, flags=re.MULTILINE)
+    assert head.startswith("# ")
+    assert head.count("\n") == 1
+    for entry in entries:
+        first, *hashes = entry.rstrip("\n").split("\n")
+        assert re.fullmatch(r"[a-z0-9.-]+==[\w.+]+( ; .+)? \\", first), first
+        assert hashes, first
+        assert all(re.fullmatch(r"    --hash=sha256:[0-9a-f]{64}( \\)?", line) for line in hashes), first
+        if ";" in first:
+            Marker(first.split(";")[1].rstrip(" \\"))
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_lock_fulfils_the_project(lock):
+    asked = [*PROJECT["project"]["dependencies"], *PROJECT["dependency-groups"]["dev"], *LOCKS[lock]]
+    locked = pins("lock.txt") | pins(lock)
+    for text in asked:
+        wanted = Requirement(text)
+        assert wanted.specifier.contains(locked[canonicalize_name(wanted.name)]), text
+
+
+@pytest.mark.parametrize("lock", ["lock-cuda12.txt", "lock-cuda13.txt"])
+def test_gpu_lock_holds_only_what_the_common_one_lacks(lock):
+    assert not set(pins(lock)) & set(pins("lock.txt"))
+    assert not any(name.startswith("tensorrt") for name in pins(lock))
+
+
+def test_the_package_imports_only_what_it_declares():
+    imported = set()
+    for path in (paths.GRADER / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+            imported |= {name.partition(".")[0] for name in names}
+    declared = {canonicalize_name(Requirement(text).name) for text in PROJECT["project"]["dependencies"]}
+    owners = importlib.metadata.packages_distributions()
+    gpu = {"cupy", "cuda", "cupti", "tensorrt", "tensorrt_bindings"}
+    for name in sorted(imported - set(sys.stdlib_module_names) - {"launchlab", "__main__"} - gpu):
+        assert declared & {canonicalize_name(owner) for owner in owners.get(name, [])}, f"{name} is not declared"
+
+
+def test_environment_is_pinned_exactly_and_says_for_whom():
+    conda = yaml.safe_load(ENVIRONMENT.read_text(encoding="utf-8"))["dependencies"]
+    listed = [entry for entry in conda if isinstance(entry, str)] + conda[-1]["pip"]
+    assert [entry for entry in listed if "=" not in entry] == ["-e ./grader"]
+    assert len(comments()) == len(listed) - 1
+    assert all(comment for _, comment in comments().values())
+
+
+def test_environment_has_the_versions_of_the_locks():
+    locked = pins("lock.txt") | pins("lock-cuda12.txt")
+    outside = {name: version for name, (version, _) in comments().items() if name not in locked}
+    assert set(outside) == {"python", "pip", "tensorrt-cu12", "onnx", "onnxscript", "onnxruntime", "rapidocr-onnxruntime"}
+    for name, (version, _) in comments().items():
+        assert version == locked.get(name, version), name
+
+
+def test_environment_names_the_chapters_of_the_manifest():
+    needed: dict[str, list[str]] = {}
+    for each in chapters():
+        for package in each.needs.packages:
+            needed.setdefault(package, []).append(each.name)
+    for name, (_, comment) in comments().items():
+        if name in needed:
+            assert comment == ", ".join(needed.pop(name)), name
+        elif name != "tensorrt-cu12":
+            assert comment == EVERY, name
+    assert needed == {}, "packages of the manifest that environment.yml lacks"
+
+
+def test_environment_names_the_chapters_of_tensorrt():
+    first, *others = re.findall(r"\d\d_\w+", comments()["tensorrt-cu12"][1])
+    wanted = [each.name for each in chapters() if each.needs.tensorrt]
+    assert [each.name for each in chapters() if each.name >= first and each.name not in others] == wanted
+
+
+def test_commands_in_prose_name_the_pins():
+    pinned = {name: version for name, (version, _) in comments().items()} | pins("lock-cuda12.txt")
+    for path in (ENVIRONMENT, paths.ROOT / "README.md"):
+        for name, version in re.findall(r"([a-z][a-z0-9-]+)==([\w.]+\w)", path.read_text(encoding="utf-8")):
+            assert pinned.get(name, pins("lock.txt").get(name)) == version, f"{path.name}: {name}"
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    command = "./grader/launch test"
+    assert command in (paths.ROOT / "README.md").read_text(encoding="utf-8")
+    assert Path(paths.ROOT, ".ci", "run").read_text(encoding="utf-8").rstrip().endswith("\n" + command)
