@@ -45,7 +45,7 @@ def test_help_loads_nothing_heavy():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["chcek", "3"], ["chcek", "check"]),
+        (["grad", "3"], ["grad", "grade"]),
         (["frobnicate"], ["frobnicate", "doctor"]),
         (["check", "3O"], ["没有名为“3O”的章节"]),
         (["grade", "cuda_graph_concept"], ["03_cuda_graph_concepts"]),

@@ -66,7 +66,7 @@ def test_defaults_of_the_course_are_in_force(server):
 def test_chinese_is_installed(server):
     status, body = server[0]("lab/api/translations/zh_CN")
     assert status == 200
-    assert json.loads(body)["data"]["jupyterlab"]["File"] == ["文件"]
+    assert json.loads(body)["data"]["jupyterlab"]["Notebook"] == ["笔记本"]
 
 
 def test_it_opens_on_the_course_and_reaches_the_repository(server):

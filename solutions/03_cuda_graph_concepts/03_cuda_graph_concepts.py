@@ -17,10 +17,12 @@
 #
 # **需要的基础**：《课程导入》里的动机，《CUDA 执行模型》里的流（stream）、事件（event）和异步执行。
 #
-# **时间**：约 75 分钟，其中四道练习约 35 分钟。
+# **时间**：约 90 分钟，其中四道练习约 40 分钟。
 #
 # 本章的一些说法和数字来自课程最初的讲义。讲义给了一个好起点，但我们不照单全收：
 # 每一条都用一个小实验去问 GPU，不准确的地方就地改正。
+#
+# 下一格导入的 `check`、`student` 等五个名字只给练习后面的测试单元用，现在不用管它们。
 
 # %%
 import numpy as np
@@ -33,12 +35,14 @@ lab.here()
 # %% [markdown]
 # ## 逐个启动：钱花在哪里
 #
-# 先准备三个小内核。名字后面会反复出现：
+# 先准备三个小内核。这三个名字后面会反复用到：
 #
-# - `mix`：把数组里的每个 32 位整数“搅拌”一次。它的结果依赖顺序，也永远不会停在一个固定值上，
+# - `mix`：把数组里的每个 32 位整数“搅拌”一次。它的结果依赖顺序，也很少停在一个值上，
 #   所以漏做一次、多做一次、顺序颠倒，结果都会不同，最适合用来验证“该做的真的做了”。
 # - `absorb`：把另一块缓冲的内容异或进来，当作“吸收一份新输入”。
 # - `spin`：让 GPU 空转一段给定的时间，用来模拟长短不同的内核。
+#
+# 所有工作都放进同一条流 `stream`。它用 `non_blocking=True` 创建，和默认流互不等待；误区二会看到这为什么要紧。
 
 # %% tags=["gpu"]
 import cupy as cp
@@ -75,6 +79,7 @@ stream = cp.cuda.Stream(non_blocking=True)
 BLOCK = 256
 
 
+# -(-size // BLOCK) is size / BLOCK rounded up: enough blocks to cover every element.
 def launch_mix(x, i):
     """Launch mix with index i on x (cupy uint32, 1-D), on the current stream. Returns at once."""
     mix((-(-x.size // BLOCK),), (BLOCK,), (x, np.uint32(i), np.uint32(x.size)))
@@ -97,7 +102,7 @@ def eager_chain(x, n):
             launch_mix(x, i)
 
 
-# The first launch of a kernel loads its code, which is not allowed while a stream is capturing: warm up.
+# The first launch of a kernel loads its code, which may be refused while a stream is capturing: warm up.
 with stream:
     warm = cp.zeros(BLOCK, cp.uint32)
     launch_mix(warm, 0)
@@ -135,27 +140,30 @@ from time import perf_counter
 
 SIZE = 4096
 with stream:
-    x = cp.arange(SIZE, dtype=cp.uint32)
+    xs = cp.arange(SIZE, dtype=cp.uint32)
 stream.synchronize()
 
 start = perf_counter()
-eager_chain(x, 200)
+eager_chain(xs, 200)
 submitted = perf_counter()
 stream.synchronize()
 finished = perf_counter()
 
 lab.say(
     f"CPU 提交 200 个内核用了 **{(submitted - start) * 1e6:.0f} µs**，"
-    f"GPU 全部做完是在第 **{(finished - start) * 1e6:.0f} µs**。"
+    f"GPU 全部做完是在第 **{(finished - start) * 1e6:.0f} µs**：提交占了全程的 **{(submitted - start) / (finished - start):.0%}**。"
     f"CPU 平均每个内核要忙 {(submitted - start) * 1e6 / 200:.1f} µs。"
 )
 
 # %% [markdown]
-# 注意两块表几乎一样长：CPU 刚交出最后一个内核，GPU 也差不多做完了。换句话说，**GPU 一直在等 CPU**。
+# 提交占了全程的绝大部分吗？那就是说，CPU 刚交出最后一个内核，GPU 也差不多做完了：**GPU 一直在等 CPU**。
 # 这种情况叫启动受限（launch-bound）。CPU 为每次启动付出的时间，就是启动开销（launch overhead）。
 #
-# 掐一次表不够可靠。`lab.submit_us` 和 `lab.end_to_end_us` 做的就是上面这几行，重复很多次，取中位数；
-# `lab.compare_us` 让两种做法轮流上场（A B B A），这样机器忽快忽慢对两边是公平的。
+# 掐一次表不够可靠：同样的 200 次启动，本章后面还会量到好几回，数字可能差出一半，
+# 因为 CPU 的频率、缓存和系统里别的程序都在变。所以要重复，还要轮流：
+#
+# - `lab.submit_us` 和 `lab.end_to_end_us` 做的就是上面这几行，重复很多次，取中位数；
+# - `lab.compare_us` 让两种做法轮流上场（甲乙乙甲，A B B A），机器忽快忽慢对两边是公平的。
 #
 # ### 内核之间真的有“隐式同步”吗
 #
@@ -181,11 +189,16 @@ def spins_in_four_streams():
             launch_spin(SPIN_US)
 
 
-rows = []
-for name, work in (("一条流", spins_in_one_stream), ("四条流", spins_in_four_streams)):
-    submit, total = lab.submit_us(work, repeats=10), lab.end_to_end_us(work, repeats=10)
-    rows.append((name, f"{submit.median:.0f} µs", f"{total.median / 1000:.1f} ms"))
-lab.say(lab.table(("4 个 2 ms 的内核", "CPU 提交", "端到端"), rows))
+submit, total = (lab.compare_us(spins_in_one_stream, spins_in_four_streams, clock=clock) for clock in ("submit", "end_to_end"))
+lab.say(
+    lab.table(
+        ("4 个 2 ms 的内核", "CPU 提交", "端到端"),
+        [
+            ("一条流", f"{submit.first.median:.0f} µs", f"{total.first.median / 1000:.1f} ms"),
+            ("四条流", f"{submit.second.median:.0f} µs", f"{total.second.median / 1000:.1f} ms"),
+        ],
+    )
+)
 
 # %% [markdown]
 # 一张表，两个结论：
@@ -233,10 +246,11 @@ plt.show()
 # 从代码到执行，正好三步：
 #
 # 1. **捕获**：照常调用 CUDA，但工作不执行，只被记成节点，得到 `cudaGraph_t`；
-# 2. **实例化**：由定义造出 `cudaGraphExec_t`，检查、分配、编排都在这一步付清；
+# 2. **实例化**：由定义造出 `cudaGraphExec_t`。检查、分配、编排的钱大部分在这一步付；剩下的（把图上传到设备）留到第一次启动，
+#    也可以用 `cudaGraphUpload` 提前付；
 # 3. **启动**：把可执行图交给一条流，一次调用。想重放（replay）多少次都行。
 #
-# 讲义把这叫“捕获阶段”和“执行阶段”；实例化夹在两者之间，是最贵、也最容易被忘记的一步。
+# 讲义把这叫“捕获阶段”和“执行阶段”；实例化夹在两者之间，是最容易被忘记的一步。它和捕获谁更贵，取决于语言和图，后面会量。
 #
 # ## 第一步：捕获
 #
@@ -252,23 +266,23 @@ GLOBAL = cudart.cudaStreamCaptureMode.cudaStreamCaptureModeGlobal
 DEVICE_TO_DEVICE = cudart.cudaMemcpyKind.cudaMemcpyDeviceToDevice
 
 with stream:
-    x = cp.arange(SIZE, dtype=cp.uint32)
-    y = cp.zeros_like(x)
+    xs = cp.arange(SIZE, dtype=cp.uint32)
+    ys = cp.zeros_like(xs)
 stopwatch = cp.cuda.Event()
 stream.synchronize()
-before = x.get()
+before = xs.get()
 
 lab.check_cuda(cudart.cudaStreamBeginCapture(stream.ptr, GLOBAL))
 with stream:
-    launch_mix(x, 0)
-    launch_mix(x, 1)
-lab.check_cuda(cudart.cudaMemcpyAsync(y.data.ptr, x.data.ptr, x.nbytes, DEVICE_TO_DEVICE, stream.ptr))
+    launch_mix(xs, 0)
+    launch_mix(xs, 1)
+lab.check_cuda(cudart.cudaMemcpyAsync(ys.data.ptr, xs.data.ptr, xs.nbytes, DEVICE_TO_DEVICE, stream.ptr))
 lab.check_cuda(cudart.cudaEventRecordWithFlags(stopwatch.ptr, stream.ptr, cudart.cudaEventRecordExternal))
-graph = lab.check_cuda(cudart.cudaStreamEndCapture(stream.ptr))
+first_graph = lab.check_cuda(cudart.cudaStreamEndCapture(stream.ptr))
 
 stream.synchronize()
 lab.say(
-    f"捕获结束后，`x` 变了吗？**{'没有变' if np.array_equal(x.get(), before) else '变了'}**。"
+    f"捕获结束后，`xs` 变了吗？**{'没有变' if np.array_equal(xs.get(), before) else '变了'}**。"
     "捕获只记录，不执行：那两个 `mix` 一次也没有运行。"
 )
 
@@ -287,7 +301,7 @@ def kinds(graph):
     return dict(Counter(kind.name.removeprefix("cudaGraphNodeType") for kind in types))
 
 
-print(kinds(graph))
+print(kinds(first_graph))
 
 # %% [markdown]
 # 讲义建议先用 `cudaGraphDebugDotPrint` 导出图结构，检查依赖是否符合预期。这是个好习惯：
@@ -299,7 +313,7 @@ from pathlib import Path
 
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder, "graph.dot")
-    lab.check_cuda(cudart.cudaGraphDebugDotPrint(graph, str(path).encode(), 0))
+    lab.check_cuda(cudart.cudaGraphDebugDotPrint(first_graph, str(path).encode(), 0))
     dot = path.read_text()
 
 print(dot[:420], "…")
@@ -327,9 +341,9 @@ def record(work):
 
 
 def mix_event_mix(flags):
-    launch_mix(x, 0)
+    launch_mix(xs, 0)
     lab.check_cuda(cudart.cudaEventRecordWithFlags(stopwatch.ptr, stream.ptr, flags))
-    launch_mix(x, 1)
+    launch_mix(xs, 1)
 
 
 for name, flags in (("普通记录", cudart.cudaEventRecordDefault), ("External", cudart.cudaEventRecordExternal)):
@@ -343,55 +357,66 @@ for name, flags in (("普通记录", cudart.cudaEventRecordDefault), ("External"
 #
 # `cudaGraphInstantiate` 检查图的结构，分配需要的资源，把节点编排成可以直接交给 GPU 的形式。
 #
-# 讲义里的写法有五个参数：`cudaGraphInstantiate(&graphExec, graph, NULL, NULL, 0)`，那是 CUDA 11 的签名。
-# 从 CUDA 12 起只剩图和标志位两项；在 Python 里，结果从返回值里拿。
+# 讲义里的写法有五个参数：`cudaGraphInstantiate(&graphExec, graph, NULL, NULL, 0)`。C 接口从 CUDA 12 起是 `(&exec, graph, flags)`；
+# C++ 头文件仍留着五个参数的重载，错误节点和日志被忽略，所以讲义的代码还能编译。在 Python 里只写图和标志位，结果从返回值里拿。
 
 # %% tags=["demo", "gpu"]
-graph_exec = lab.check_cuda(cudart.cudaGraphInstantiate(graph, 0))
-print(graph_exec)
+first_exec = lab.check_cuda(cudart.cudaGraphInstantiate(first_graph, 0))
+print(first_exec)
 
 # %% [markdown]
 # ## 第三步：启动
 #
 # 每次提交只要一次 `cudaGraphLaunch`。它是异步的：函数返回时 GPU 可能还没开始，要读结果必须先同步。
+# 同一张可执行图的两次启动不会同时执行，后一次总要等前一次做完。
 #
-# 连续启动三次，`x` 应当被搅拌 3 × 2 轮，`y` 是最后的副本。
+# 连续启动三次，`xs` 应当被搅拌 3 × 2 轮，`ys` 是最后的副本。
 
 # %% tags=["demo", "gpu"]
 for _ in range(3):
-    lab.check_cuda(cudart.cudaGraphLaunch(graph_exec, stream.ptr))
+    lab.check_cuda(cudart.cudaGraphLaunch(first_exec, stream.ptr))
 lab.check_cuda(cudart.cudaStreamSynchronize(stream.ptr))
 
 expected = before
 for _ in range(3):
     expected = mixed(expected, 2)
-print("三次重放的结果与 NumPy 一致：", np.array_equal(y.get(), expected))
+print("三次重放的结果与 NumPy 一致：", np.array_equal(ys.get(), expected))
 
 # %% [markdown]
-# 既然可执行图是照着定义造的，造好以后还需要定义吗？把定义销毁，再启动一次看看。
+# 可执行图是照着定义造的。造好以后，从定义里删掉“拷贝”那个节点，可执行图还拷贝吗？把定义整个销毁呢？
 
 # %% tags=["demo", "gpu"]
-lab.check_cuda(cudart.cudaGraphDestroy(graph))
-lab.check_cuda(cudart.cudaGraphLaunch(graph_exec, stream.ptr))
-lab.check_cuda(cudart.cudaStreamSynchronize(stream.ptr))
-print("销毁定义以后，可执行图照样工作：", np.array_equal(y.get(), mixed(expected, 2)))
+nodes, _ = lab.check_cuda(cudart.cudaGraphGetNodes(first_graph, 4))
+(copying,) = (node for node in nodes if lab.check_cuda(cudart.cudaGraphNodeGetType(node)).name == "cudaGraphNodeTypeMemcpy")
+lab.check_cuda(cudart.cudaGraphDestroyNode(copying))
+print("定义里还剩：", kinds(first_graph))
 
-lab.check_cuda(cudart.cudaGraphExecDestroy(graph_exec))
+lab.check_cuda(cudart.cudaGraphLaunch(first_exec, stream.ptr))
+lab.check_cuda(cudart.cudaStreamSynchronize(stream.ptr))
+expected = mixed(expected, 2)
+print("从定义里删掉拷贝以后，可执行图照样拷贝：", np.array_equal(ys.get(), expected))
+
+lab.check_cuda(cudart.cudaGraphDestroy(first_graph))
+lab.check_cuda(cudart.cudaGraphLaunch(first_exec, stream.ptr))
+lab.check_cuda(cudart.cudaStreamSynchronize(stream.ptr))
+print("销毁定义以后，可执行图照样工作：", np.array_equal(ys.get(), mixed(expected, 2)))
+
+lab.check_cuda(cudart.cudaGraphExecDestroy(first_exec))
 
 # %% [markdown]
-# 定义和可执行图是两个独立的对象。反过来也成立：造好以后再改定义，可执行图不会跟着变。
-# 想让它变，要么更新它，要么重新实例化。
+# 定义和可执行图是两个独立的对象：菜谱改了，备好的料不会跟着变。
+# 想让可执行图变，要么更新它，要么用新的定义重新实例化。
 #
 # ### CuPy 的短写法
 #
 # 平时不必写这么多。CuPy 的 `stream.end_capture()` 一次做完“结束捕获”和“实例化”，
-# 返回的 `cupy.cuda.Graph` 同时拿着两个句柄：`graph`（定义）和 `graphExec`（可执行图）。
+# 返回的 `cupy.cuda.Graph` 同时拿着两个句柄（handle，指代驱动里某个对象的一个数）：`graph`（定义）和 `graphExec`（可执行图）。
 
 # %% tags=["demo", "gpu"]
 with stream:
     stream.begin_capture()
-    launch_mix(x, 0)
-    launch_mix(x, 1)
+    launch_mix(xs, 0)
+    launch_mix(xs, 1)
     short = stream.end_capture()
 
 short.launch(stream)
@@ -404,6 +429,7 @@ print(short.debug_dot_str()[:60], "…")
 #
 # - CuPy 默认用最宽松的捕获模式（relaxed），上面的原始调用用的是讲义里的 `cudaStreamCaptureModeGlobal`，检查最严；
 # - `record` 把 `end_capture` 放在 `finally` 里：中途出错也一定要结束捕获，否则这条流就一直停在捕获状态。
+#   前面的原始调用没有这样做；如果你改动它们时半路出错，运行一次 `cudart.cudaStreamEndCapture(stream.ptr)`，流就恢复正常。
 
 # %% [markdown]
 # ## 图记住了什么，没记住什么
@@ -420,21 +446,21 @@ index = 5
 def step():
     global calls
     calls += 1
-    launch_mix(x, index)
+    launch_mix(xs, index)
 
 
 replay = record(step)
 index = 7
 
 stream.synchronize()
-expected = x.get()
+expected = xs.get()
 for _ in range(10):
     replay.launch(stream)
     expected = mixed(expected, 1, first=5)
 stream.synchronize()
 
 print("calls =", calls)
-print("10 次重放用的都是捕获时的 5：", np.array_equal(x.get(), expected))
+print("10 次重放用的都是捕获时的 5：", np.array_equal(xs.get(), expected))
 
 # %% [markdown]
 # - **标量按值记录**：捕获那一刻的 5 被抄进了节点，之后变量改成 7 与图无关。
@@ -442,16 +468,21 @@ print("10 次重放用的都是捕获时的 5：", np.array_equal(x.get(), expec
 # - **Python 代码不被记录**：`step` 只在捕获时跑了一次。计数、打印、`if` 判断都在那一次定下来，重放时不会重来。
 #
 # 最后一条意味着：如果程序要根据 GPU 的中间结果决定下一步做什么，一张普通的图是录不下来的。
+# CUDA 12.4 起可以用条件节点（conditional node）把这种判断也交给 GPU，《形状变化时更新图》会用到。
 
 # %% [markdown]
 # ## 捕获期间禁止什么
 #
-# 捕获时什么都没有真正执行，所以“等它做完”没有意义，“现在就要一块显存”也没法推迟。
+# 捕获时什么都没有真正执行，所以“等它做完”没有意义。那么“现在就要一块显存”呢？
 # 讲义点名了几个：`cudaStreamSynchronize`、`cudaDeviceSynchronize`、`cudaMalloc`；并说 `cudaMalloc` 可以换成 `cudaMallocAsync`。
 #
-# 逐个试：每次开始一次捕获，做一个操作，再结束捕获，把两处的返回码都记下来。
+# 逐个试：每次开始一次捕获，做一个操作，再结束捕获，把两处的返回码都记下来。`cudaMalloc` 在最严和最宽的模式下各试一次。
 
 # %% tags=["demo", "gpu"]
+RELAXED = cudart.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
+allocated = []
+
+
 def sync_stream():
     return cudart.cudaStreamSynchronize(stream.ptr)
 
@@ -461,7 +492,10 @@ def sync_device():
 
 
 def malloc():
-    return cudart.cudaMalloc(1 << 20)
+    error, pointer = cudart.cudaMalloc(1 << 20)
+    if not int(error):
+        allocated.append(pointer)
+    return (error,)
 
 
 def malloc_async():
@@ -470,31 +504,38 @@ def malloc_async():
 
 
 rows = []
-for operation in (sync_stream, sync_device, malloc, malloc_async):
-    lab.check_cuda(cudart.cudaStreamBeginCapture(stream.ptr, GLOBAL))
+for operation, mode in ((sync_stream, GLOBAL), (sync_device, GLOBAL), (malloc, GLOBAL), (malloc, RELAXED), (malloc_async, GLOBAL)):
+    lab.check_cuda(cudart.cudaStreamBeginCapture(stream.ptr, mode))
     with stream:
-        launch_mix(x, 0)
+        launch_mix(xs, 0)
     error = operation()[0]
     ended, graph = cudart.cudaStreamEndCapture(stream.ptr)  # always, also after a refusal
+    cudart.cudaGetLastError()  # the runtime remembers a refusal: do not leave it for a later check to find
     found = "没有图" if int(ended) else str(kinds(graph))
     if not int(ended):
         lab.check_cuda(cudart.cudaGraphDestroy(graph))
-    rows.append((f"`{operation.__name__}`", f"{error.name}（{int(error)}）", f"{ended.name}（{int(ended)}）", found))
-lab.say(lab.table(("操作", "操作返回", "结束捕获返回", "得到"), rows))
+    name = f"`{operation.__name__}`，{mode.name.removeprefix('cudaStreamCaptureMode').lower()}"
+    rows.append((name, f"{error.name}（{int(error)}）", f"{ended.name}（{int(ended)}）", found))
+for pointer in allocated:
+    lab.check_cuda(cudart.cudaFree(pointer))
+lab.say(lab.table(("操作，捕获模式", "操作返回", "结束捕获返回", "得到"), rows))
 
 # %% [markdown]
-# 读这张表要注意两点：
+# 这张表里有四件事：
 #
 # - 被拒绝的操作返回 900（`cudaErrorStreamCaptureUnsupported`），**同时整次捕获作废**；结束时得到的 901
-#   （`cudaErrorStreamCaptureInvalidated`）只是回声，真正的原因是前面那个 900。排错时要找第一个出错的调用。
+#   （`cudaErrorStreamCaptureInvalidated`）只是回声，真正的原因是前面那个 900。排错时要找第一个出错的调用：
+#   `end_capture` 放在 `finally` 里时，Python 的回溯里会有两个异常，看上面那个。
 # - 作废之后仍然要调用 `cudaStreamEndCapture`，流才会回到正常状态。上面的循环能接着试下一个操作，靠的就是这一行。
-#
-# `cudaMallocAsync` 则被记成了图里的节点（分配和释放），重放时由图自己管理那块显存。
+# - **`cudaMalloc` 不是流里的工作，录不进图。** 它可能暗中同步别的流，所以 global 和 thread-local 模式拒绝它；
+#   relaxed 模式放行：当场分配，不成为节点。两种同步则在哪种模式下都不行。
+# - `cudaMallocAsync` 是流里的工作，被记成了节点（分配和释放），重放时由图自己管理那块显存。
+#   如果只分配、不在图里释放，第二次启动这张图会得到 `cudaErrorInvalidValue`，《内存池优化》一章会讲。
 #
 # 完整的禁令、捕获模式和恢复办法，是《流捕获：规则与恢复》一章的内容。
 
 # %% [markdown]
-# ## 头条数字：80 µs → 15 µs？
+# ## 讲义最醒目的数字：80 µs → 15 µs？
 #
 # 一个典型的推理模型有几十层，每层对应一个或几个内核，加起来就是几百次启动。讲义用一张表说明图在这里的收益。
 # 先不急着测，只对讲义自己的数字做几次除法（这一格不需要 GPU）：
@@ -533,42 +574,49 @@ from cuda.bindings import driver
 
 
 def graph_of_chain(n):
-    """Capture n dependent launches of mix on x."""
-    return record(lambda: [launch_mix(x, i) for i in range(n)])
+    """Capture n dependent launches of mix on xs."""
+    return record(lambda: [launch_mix(xs, i) for i in range(n)])
 
 
 def driver_chain(n):
     """Return a function that launches the same chain by cuLaunchKernel, with arguments made beforehand."""
-    function, blocks = mix.kernel.ptr, -(-x.size // BLOCK)
-    types = (ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint32)
-    arguments = [((x.data.ptr, i, x.size), types) for i in range(n)]
+    kept = [(ctypes.c_void_p(xs.data.ptr), ctypes.c_uint32(i), ctypes.c_uint32(xs.size)) for i in range(n)]
+    arrays = [(ctypes.c_void_p * 3)(*map(ctypes.addressof, values)) for values in kept]  # void *[3] for each launch
+    pointers = [ctypes.addressof(array) for array in arrays]
+    function, queue, blocks = driver.CUfunction(mix.kernel.ptr), driver.CUstream(stream.ptr), -(-xs.size // BLOCK)
 
-    def launch():
-        for values in arguments:
-            driver.cuLaunchKernel(function, blocks, 1, 1, BLOCK, 1, 1, 0, stream.ptr, values, 0)
+    def launch(kept=kept, arrays=arrays):  # named here so that they live as long as their addresses are used
+        for pointer in pointers:
+            driver.cuLaunchKernel(function, blocks, 1, 1, BLOCK, 1, 1, 0, queue, pointer, 0)
 
+    lab.check_cuda(driver.cuLaunchKernel(function, blocks, 1, 1, BLOCK, 1, 1, 0, queue, pointers[0], 0))  # launch() does not look
     return launch
 
 
+def submit_three_ways(n):
+    """Median CPU time in µs to submit n launches: by CuPy, by cuLaunchKernel, and as one graph."""
+    pair = lab.compare_us(partial(eager_chain, xs, n), partial(graph_of_chain(n).launch, stream), pairs=51)
+    return pair.first.median, lab.submit_us(driver_chain(n)).median, pair.second.median
+
+
+submit_three_ways(100)  # discarded: the first one to be measured pays for a CPU that is still waking up
 founding = {n: (eager, graph) for n, eager, graph in FOUNDING.values()}
 rows = []
 for n, who in ((86, "BERT-base 引擎"), (100, "讲义"), (105, "ResNet-50 引擎"), (200, "讲义"), (500, "讲义")):
-    chain = graph_of_chain(n)
-    pair = lab.compare_us(partial(eager_chain, x, n), partial(chain.launch, stream))
-    lean = lab.submit_us(driver_chain(n), repeats=20)
+    cupy_us, driver_us, graph_us = submit_three_ways(n)
     told = founding.get(n, ("—", "—"))
-    rows.append(
-        (f"{n}（{who}）", *told, f"{pair.first.median:.0f}", f"{lean.median:.0f}", f"{pair.second.median:.1f}", f"{pair.ratio:.0f}")
-    )
+    rows.append((f"{n}（{who}）", *told, f"{cupy_us:.0f}", f"{driver_us:.0f}", f"{graph_us:.1f}", f"{driver_us / graph_us:.0f}"))
 lab.say(
     "CPU 提交时间（µs，中位数）\n\n"
-    + lab.table(("内核数", "讲义：逐个", "讲义：图", "实测：CuPy 逐个", "实测：cuLaunchKernel", "实测：图", "CuPy 逐个 / 图"), rows)
+    + lab.table(("内核数", "讲义：逐个", "讲义：图", "实测：CuPy 逐个", "实测：cuLaunchKernel", "实测：图", "cuLaunchKernel / 图"), rows)
+    + f"\n\n{n} 个内核，摊到每次启动：讲义 {founding[n][0] / n:.2f} µs，CuPy {cupy_us / n:.2f} µs，`cuLaunchKernel` {driver_us / n:.2f} µs。"
 )
 
 # %% [markdown]
-# 绝对值和讲义差得不少，这很正常：逐个启动的价格取决于 CPU、驱动和语言，而讲义没有说明它用的是什么。
-# 它摊下来每次启动不到 1 µs，比我们直接调 `cuLaunchKernel` 量到的还低。
-# **所以别背绝对值；能带走的是“逐个”与“图”的对比，而且要在自己的机器上测。**
+# 绝对值和讲义对不上很正常：逐个启动的价格取决于 CPU、驱动和语言，而讲义没有说明它用的是什么。
+# 两列实测里还都含着 Python 自己的开销，所以倍数偏大；C++ 程序的启动便宜些，图的收益也就小一些。
+#
+# **别背绝对值；能带走的是“逐个”与“图”的对比，而且要在自己的机器上测。**
 #
 # 再把 N 拉开，画出提交时间随内核数量的变化。
 
@@ -576,7 +624,7 @@ lab.say(
 COUNTS = np.array([1, 3, 10, 30, 100, 300, 1000])
 eager, replayed = [], []
 for n in COUNTS:
-    pair = lab.compare_us(partial(eager_chain, x, int(n)), partial(graph_of_chain(int(n)).launch, stream))
+    pair = lab.compare_us(partial(eager_chain, xs, int(n)), partial(graph_of_chain(int(n)).launch, stream))
     eager.append(pair.first)
     replayed.append(pair.second)
 
@@ -600,11 +648,11 @@ lab.say(
 # %% [markdown]
 # ### “与节点数解耦”是有条件的
 #
-# 刚才的图是一条直线。从 CUDA 12.6 起，驱动对直线形的图做了专门优化；讲义的数字看上去来自更早的驱动。
+# 刚才的图是一条直线，而较新的驱动（CUDA 12.6 起）对直线形的图做了专门优化。讲义的数字也许来自更早的驱动，这只是猜测。
 # 如果图有分叉，还这么便宜吗？另外，CPU 不忙了，GPU 上每个节点还要不要时间？
 #
-# 下面捕获两种形状：一条直线，和四条并排的分支，节点总数相同。分叉和汇合用事件表达，
-# 这里只是先看一眼，《多流捕获与图的生命周期》一章会细讲。
+# 下面捕获两种形状：一条直线，和四条并排的分支，节点总数相同。从一条流分到几条流叫分叉（fork），合回来叫汇合（join），
+# 都用事件表达；这里只是先看一眼，《多流捕获与图的生命周期》一章会细讲。
 
 # %% tags=["demo", "gpu"]
 with stream:
@@ -640,7 +688,8 @@ for label, capture in widths.items():
     total = [lab.end_to_end_us(partial(g.launch, stream)).median for g in graphs]
     axes[0].plot(sizes, submit, label=label)
     axes[1].plot(sizes, total, label=label)
-    slopes.append((label, f"{np.polyfit(sizes, submit, 1)[0] * 1000:.1f}", f"{np.polyfit(sizes, total, 1)[0] * 1000:.0f}"))
+    (slope, fixed), per_node = np.polyfit(sizes, submit, 1), np.polyfit(sizes, total, 1)[0]
+    slopes.append((label, f"{fixed:.1f}", f"{slope * 1000:.1f}", f"{per_node * 1000:.0f}"))
 for ax, title in zip(axes, ("CPU 提交一次图", "从提交到 GPU 做完"), strict=True):
     ax.set_xlabel("图的节点数")
     ax.set_ylabel("时间（µs）")
@@ -651,16 +700,19 @@ plt.show()
 
 eager_500 = lab.submit_us(partial(branched_chain, 500), repeats=20)
 lab.say(
-    lab.table(("图的形状", "CPU：每个节点多 ns", "端到端：每个节点多 ns"), slopes)
+    lab.table(("图的形状", "CPU：固定部分 µs", "CPU：每个节点多 ns", "端到端：每个节点多 ns"), slopes)
     + f"\n\n同样 500 个内核、四条流，不用图时 CPU 要提交 {eager_500.median:.0f} µs。"
 )
 
 # %% [markdown]
 # 三句话改正原来的那一句：
 #
-# - 图把 **CPU 的提交时间**从“随 N 成正比”降到几乎不随 N 变，直线形的图最明显；
-# - 图有分叉，或者驱动较旧时，每个节点可能仍要花一点 CPU 时间（以你自己的那张表为准），只是比逐个启动小得多；
-# - **GPU 上每个节点的时间一点也没有消失**：右图的两条线都随节点数上升。$O(N) \to O(1)$ 说的是 CPU，不是 GPU。
+# - 图把 **CPU 的提交时间**从“随 N 成正比”降到几乎不随 N 变。在较新的驱动上，每个节点的 CPU 开销可以低到几 ns；
+#   较旧的驱动约 100～200 ns，与讲义的 150 ns 相符。看你自己的表。
+# - 有分叉的图也差不多，往往只是固定部分贵一点。
+# - **GPU 该做的内核一个也没少**：右图的两条线都随节点数上升。四条分支升得慢，是因为分支重叠着做，不是节点变便宜了。
+#
+# $O(N) \to O(1)$ 说的是 CPU 的提交，不是 GPU 的执行。
 
 # %% [markdown]
 # ## 图会替你安排执行顺序吗
@@ -686,21 +738,24 @@ lab.say(lab.table(("4 个互不相关的 2 ms 内核", "图的端到端时间"),
 
 # %% [markdown]
 # 看不出来。**驱动不分析数据，只看边。** 在一条流里捕获，先后顺序就成了边，图必须遵守；
-# 要并行，就得在捕获时分叉，让它们之间没有边。
+# 要并行，就得在捕获时分叉，让它们之间没有路径相连。
 #
-# 还要注意：不用图、直接放进四条流，四个内核本来也能并行（见最前面的表）。
+# 还要注意：不用图、直接放进四条流，四个内核本来也能并行（见“隐式同步”一节的表）。
 # 并行来自依赖关系，不是图带来的；图带来的是“把整张依赖关系一次交出去”，让 GPU 自己按边调度，CPU 不再插手。
 #
-# 回头看讲义那张表的“收益来源”：第一行写的是消除逐核启动与同步等待，第二行是图内节点并行调度，第三行是减少 CPU 干预。
-# 三个实验做下来，真正成立的是同一件事：**少了逐个启动，CPU 不必干预**。同步本来就没有，并行要靠你自己去掉边。
+# 回头看讲义那张表的“收益来源”，一行一个说法：
+#
+# - 消除逐核启动与同步等待：前一半成立；同步本来就没有；
+# - 图内节点并行调度：要靠你自己在捕获时分叉；
+# - 减少 CPU 干预：成立，而且和第一行的前一半是同一件事。
 
 # %% [markdown]
 # ## 值不值得
 #
 # ### 收益取决于内核有多短
 #
-# 讲义说启动开销可占总延迟的 10%～30%。这个比例是固定的吗？
-# 用 50 个 `spin` 组成链，让每个内核从 0 到 100 µs 逐渐变长，看图能省下端到端时间的百分之几。
+# 讲义说启动开销可占总延迟的 10%～30%。图能省下的，最多就是启动占的这一份；那么图真能省下百分之几，是固定的吗？
+# 用 50 个 `spin` 组成链，让每个内核空转的时间从 0 到 100 µs 逐渐变长，量一量图省下的端到端时间。
 
 # %% tags=["demo", "gpu"]
 DURATIONS = (0, 2, 5, 10, 20, 50, 100)
@@ -712,22 +767,23 @@ def spin_chain(us):
             launch_spin(us)
 
 
-saved = []
-for us in DURATIONS:
-    pair = lab.compare_us(partial(spin_chain, us), partial(record(partial(spin_chain, us)).launch, stream), clock="end_to_end")
-    saved.append(100 * (1 - 1 / pair.ratio))
+spin_pairs = [
+    lab.compare_us(partial(spin_chain, us), partial(record(partial(spin_chain, us)).launch, stream), clock="end_to_end")
+    for us in DURATIONS
+]
+gains = [100 * (1 - 1 / pair.ratio) for pair in spin_pairs]
 
 fig, ax = plt.subplots()
-ax.axhspan(10, 30, color="#E69F00", alpha=0.18, label="讲义：10%～30%")
-ax.plot(range(len(DURATIONS)), saved, label="实测")
+ax.axhspan(10, 30, color="#E69F00", alpha=0.18, label="讲义：启动占 10%～30%")
+ax.plot(range(len(DURATIONS)), gains, label="实测")
 ax.axhline(0, color="#555555", linewidth=0.8)
 ax.set_xticks(range(len(DURATIONS)), [str(us) for us in DURATIONS])
-ax.set_xlabel("每个内核在 GPU 上的时间（µs）")
+ax.set_xlabel("要求每个内核空转的时间（µs）")
 ax.set_ylabel("图省下的端到端时间（%）")
 ax.set_title(f"内核越短，图越值钱（{lab.gpu_name()}）")
 ax.legend()
 plt.show()
-lab.say("；".join(f"{us} µs 的内核省 {s:.0f}%" for us, s in zip(DURATIONS, saved, strict=True)) + "。")
+lab.say("；".join(f"空转 {us} µs 省 {gain:.0f}%" for us, gain in zip(DURATIONS, gains, strict=True)) + "。")
 
 # %% [markdown]
 # 没有固定的比例。提交和执行是同时进行的：CPU 在提交第 5 个内核时，GPU 可能在做第 3 个。所以慢的一方说了算：
@@ -735,13 +791,17 @@ lab.say("；".join(f"{us} µs 的内核省 {s:.0f}%" for us, s in zip(DURATIONS,
 # - 内核比启动还短：GPU 等 CPU，启动受限，图能省下一大块；
 # - 内核比启动长：CPU 早就排好了队，启动开销被藏住了，这叫计算受限（compute-bound），图几乎不省时间，但 CPU 仍然轻松了。
 #
-# 10%～30% 是从一头走到另一头时经过的一段。
+# 这里的“计算受限”只是说 GPU 一直有活干，不分瓶颈是算力还是显存带宽；在屋顶线模型（roofline）里，同一个词是与访存受限相对的。
+#
+# 10%～30% 是从一头走到另一头时经过的一段。这一段落在哪里，看启动有多贵：Python 的启动比 C++ 贵，所以这条曲线偏右。
 #
 # ### 建一张图要多少钱
 #
-# 捕获和实例化都要时间。重放多少次才能回本？这个次数叫盈亏平衡点（break-even）。
+# 捕获和实例化都要时间，第一次启动也比以后慢一些，慢出来的部分一并算在建图里。
+# 重放多少次才能回本？这个次数叫盈亏平衡点（break-even）。
 
 # %% tags=["demo", "gpu"]
+from math import ceil
 from time import perf_counter_ns
 
 N = 200
@@ -750,7 +810,7 @@ N = 200
 def capture_chain_raw():
     """Capture the chain of N launches with explicit calls. Returns a cudaGraph_t."""
     lab.check_cuda(cudart.cudaStreamBeginCapture(stream.ptr, GLOBAL))
-    eager_chain(x, N)
+    eager_chain(xs, N)
     return lab.check_cuda(cudart.cudaStreamEndCapture(stream.ptr))
 
 
@@ -770,17 +830,16 @@ for _ in range(10):
     lab.check_cuda(cudart.cudaGraphDestroy(graph))
 
 chain = graph_of_chain(N)
-pair = lab.compare_us(partial(eager_chain, x, N), partial(chain.launch, stream), clock="end_to_end")
+pair = lab.compare_us(partial(eager_chain, xs, N), partial(chain.launch, stream), clock="end_to_end")
 t_eager, t_graph = pair.first.median, pair.second.median
 cost = {name: float(np.median(spent)) for name, spent in steps.items()}
-t_build = cost["捕获"] + cost["实例化"]
-lab.say(
-    lab.table(("200 个节点", "µs"), [(name, f"{us:.0f}") for name, us in cost.items()] + [("稳定以后重放一次", f"{t_graph:.0f}"), ("逐个启动一次", f"{t_eager:.0f}")])
-)
+t_build = cost["捕获"] + cost["实例化"] + max(0.0, cost["第一次启动（端到端）"] - t_graph)
+cost |= {"稳定以后重放一次": t_graph, "逐个启动一次": t_eager}
+lab.say(lab.table((f"{N} 个节点", "µs"), [(name, f"{us:.0f}") for name, us in cost.items()]))
 
 # %% tags=["demo", "gpu"]
-most = max(6, int(2.5 * t_build / max(t_eager - t_graph, 1e-3)))
-runs = np.arange(0, most + 1)
+crossing = t_build / (t_eager - t_graph) if t_eager > t_graph else None
+runs = np.array([0, max(6, 2.5 * crossing) if crossing else 20])
 fig, ax = plt.subplots()
 ax.plot(runs, runs * t_eager / 1000, marker="", label="逐个启动")
 ax.plot(runs, (t_build + runs * t_graph) / 1000, marker="", label="建图 + 重放")
@@ -789,19 +848,28 @@ ax.set_ylabel("累计时间（ms）")
 ax.set_title(f"多少次才能回本（{N} 个内核，{lab.gpu_name()}）")
 ax.legend()
 plt.show()
-lab.say(f"建图花 {t_build:.0f} µs，每次重放省 {t_eager - t_graph:.0f} µs。两条线在第 **{t_build / (t_eager - t_graph):.1f}** 次重放处相交。")
+if crossing is None:
+    lab.say("这一次，图重放一轮并不比逐个启动快：两条线不相交，永远回不了本。")
+else:
+    lab.say(
+        f"建图花 {t_build:.0f} µs，每次重放省 {t_eager - t_graph:.0f} µs。"
+        f"两条线在 {crossing:.1f} 次处相交：重放到第 **{ceil(crossing)}** 次回本。"
+    )
 
 # %% [markdown]
+# **轮到你**：如果链上只有 20 个内核，交点往左还是往右移？500 个呢？先写下猜测，再改上面的 `N`，重新运行这两格。
+#
 # 重放成千上万次的推理服务，回本只是一眨眼；可要是每个请求都重新捕获一次，图就永远在亏本。
 # 练习三会让你写出这个计算。
 #
 # ### 抖动
 #
-# 讲义还说，图可以降低实时渲染的帧延迟抖动。把 100 个内核当作一帧，逐个启动和图各跑 300 帧，比较 p50 和 p99。
+# 讲义还说，图可以降低实时渲染的帧延迟抖动。把 100 个内核当作一帧，逐个启动和图各跑 300 帧，
+# 比较 p50（中位数）和 p99（100 帧里有 99 帧不超过它）。
 
 # %% tags=["demo", "gpu"]
 frame = graph_of_chain(100)
-pair = lab.compare_us(partial(eager_chain, x, 100), partial(frame.launch, stream), clock="end_to_end", pairs=300)
+pair = lab.compare_us(partial(eager_chain, xs, 100), partial(frame.launch, stream), clock="end_to_end", pairs=300)
 lab.say(
     lab.table(
         ("一帧的端到端时间", "p50 µs", "p99 µs", "p99 − p50 µs"),
@@ -823,11 +891,30 @@ lab.say(
 # - 逐个启动一轮：`n_kernels × max(launch_us, kernel_us) + other_us`，慢的一方说了算；
 # - 用图一轮：`graph_us + n_kernels × kernel_us + other_us`，再摊上建图的 `build_us / replays`。
 #
-# 其中 `other_us` 是图管不到的时间，例如图外的拷贝和 CPU 的前后处理；
+# 其中 `kernel_us` 指内核首尾相接时平均每个占的时间；`other_us` 是图管不到的时间，例如图外的拷贝和 CPU 的前后处理；
 # `replays` 是这张图作废之前能重放的次数。**本课程约定：平均每轮至少省下 10%，才算值得**，省得太少，抵不上维护的麻烦。
 # 还有一条先决条件：如果一轮的中途必须把结果读回 CPU，才知道下一步做什么，这一轮就录不成一张图，不值得。
 #
-# 拿这条规则去看常见的任务：
+# 这条规则有多准？把它画到刚才那条实测曲线上：`launch_us` 另外量一次，`kernel_us` 就取图里平均每个节点的时间。
+
+# %% tags=["demo", "gpu"]
+launch_us = lab.submit_us(partial(spin_chain, 0)).median / 50
+node_us = np.array([pair.second.median for pair in spin_pairs]) / 50  # graph_us included, shared out among the nodes
+ruled = 100 * (1 - node_us / np.maximum(launch_us, node_us))
+
+fig, ax = plt.subplots()
+ax.plot(range(len(DURATIONS)), gains, label="实测")
+ax.plot(range(len(DURATIONS)), ruled, label="规则")
+ax.set_xticks(range(len(DURATIONS)), [str(us) for us in DURATIONS])
+ax.set_xlabel("要求每个内核空转的时间（µs）")
+ax.set_ylabel("图省下的端到端时间（%）")
+ax.set_title(f"规则与实测（每次启动 {launch_us:.1f} µs，{lab.gpu_name()}）")
+ax.legend()
+plt.show()
+
+# %% [markdown]
+# 走势对得上，数值是近似的。内核较长时，实测多半还比规则多省一点：图里相邻节点之间的间隙通常更短，规则把它忽略不计。
+# 判断值不值得，这样的精度够用了。拿它去看常见的任务：
 #
 # | 任务 | 为什么适合或不适合 |
 # |:--|:--|
@@ -849,7 +936,7 @@ lab.say(
 # %% tags=["demo", "gpu"]
 with stream:
     a = cp.arange(SIZE, dtype=cp.uint32)
-    b = cp.full(2 * SIZE, 9, dtype=cp.uint32)
+    b = cp.full(2 * SIZE, 9, dtype=cp.uint32)  # longer: a shape that changed
 on_a = record(lambda: [launch_mix(a, i) for i in range(3)])
 
 fresh = np.full(SIZE, 7, np.uint32)
@@ -861,23 +948,46 @@ print("同一地址，新数据：结果正确", np.array_equal(a.get(), mixed(f
 print("另一块缓冲 b：图没有碰它 ", np.array_equal(b.get(), np.full(2 * SIZE, 9, np.uint32)))
 
 # %% [markdown]
-# 那么地址真的必须换的时候怎么办？不用从头再来：可执行图可以更新。
-#
-# - 只改几个参数：`cudaGraphExecKernelNodeSetParams` 改内核节点，`cudaGraphExecMemcpyNodeSetParams` 改拷贝的地址；
-# - 整张图一起改：`cudaGraphExecUpdate`，用一张结构相同的新定义去覆盖旧的可执行图。
-#
-# 用后者把 `on_a` 改成处理 `b`。注意 `b` 的长度也不同，正是动态形状会遇到的情况。
+# 输出也一样：它总在同一个地址。再重放一次，上一次的结果还在吗？
 
 # %% tags=["demo", "gpu"]
-on_b = record(lambda: [launch_mix(b, i) for i in range(3)])
-info = lab.check_cuda(cudart.cudaGraphExecUpdate(on_a.graphExec, on_b.graph))
-print(info.result.name)
-
+with stream:
+    copied = a.copy()
 on_a.launch(stream)
 stream.synchronize()
-print("更新以后，同一个可执行图处理 b：", np.array_equal(b.get(), mixed(np.full(2 * SIZE, 9, np.uint32), 3)))
+print("a 里还是上一次的结果：    ", np.array_equal(a.get(), mixed(fresh, 3)))
+print("事先拷出来的那份没有变：  ", np.array_equal(copied.get(), mixed(fresh, 3)))
 
 # %% [markdown]
+# 所以结果要在下一次重放之前取走，或者拷出来。
+#
+# 那么输入来自另一个地址，比如另一块缓冲，怎么办？
+#
+# - 最常用的办法是不换地址：先把新数据拷进固定的缓冲。练习二会把这次拷贝也录进图里。
+# - 只改几个参数：`cudaGraphExecKernelNodeSetParams` 改内核节点，`cudaGraphExecMemcpyNodeSetParams` 改拷贝的地址。
+#   用法留给《更新一张活的图》。
+# - 整张图一起改：`cudaGraphExecUpdate`，用一张结构相同的新定义去覆盖旧的可执行图。
+#
+# 讲义还提到“针对不同输入尺寸重新实例化”。把 `on_a` 的旧定义重新实例化一次，再用 `cudaGraphExecUpdate` 把它改成处理 `b`，
+# 看看哪一种能让图去碰 `b`。`b` 的长度也不同，正是动态形状会遇到的情况。
+
+# %% tags=["demo", "gpu"]
+old = b.get()
+again = lab.check_cuda(cudart.cudaGraphInstantiate(on_a.graph, 0))
+lab.check_cuda(cudart.cudaGraphLaunch(again, stream.ptr))
+stream.synchronize()
+print("旧定义重新实例化，b 变了吗：", not np.array_equal(b.get(), old))
+lab.check_cuda(cudart.cudaGraphExecDestroy(again))
+
+on_b = record(lambda: [launch_mix(b, i) for i in range(3)])
+info = lab.check_cuda(cudart.cudaGraphExecUpdate(on_a.graphExec, on_b.graph))
+on_a.launch(stream)
+stream.synchronize()
+print(f"{info.result.name}，同一个可执行图处理了 b：", np.array_equal(b.get(), mixed(old, 3)))
+
+# %% [markdown]
+# 旧定义里记的还是老地址、老尺寸，重新实例化多少次都一样：要么重新捕获，要么更新。
+#
 # 讲义建议“优先使用 `cudaGraphExecUpdate`，而不是重新捕获整张图”。仔细看上面的代码：更新之前，我们还是捕获了一次 `b`。
 # 省下来的是哪一步？量一量。
 
@@ -899,19 +1009,27 @@ for _ in range(10):
     lab.check_cuda(cudart.cudaGraphDestroy(graph))
 lab.check_cuda(cudart.cudaGraphExecDestroy(target))
 lab.check_cuda(cudart.cudaGraphDestroy(template))
-lab.say(lab.table((f"{N} 个节点", "µs（中位数）"), [(name, f"{np.median(spent):.0f}") for name, spent in steps.items()]))
+capture_us, instantiate_us, update_us = (np.median(spent) for spent in steps.values())
+rebuild_us, renew_us = capture_us + instantiate_us, capture_us + update_us
+lab.say(
+    lab.table((f"{N} 个节点", "µs（中位数）"), [(name, f"{np.median(spent):.0f}") for name, spent in steps.items()])
+    + f"\n\n重新捕获并实例化共 {rebuild_us:.0f} µs；重新捕获并更新共 {renew_us:.0f} µs，省下 **{1 - renew_us / rebuild_us:.0%}**。"
+)
 
 # %% [markdown]
-# 更新省掉的是**实例化**；新的定义通常仍要靠捕获得到。连捕获也想省，就得直接改节点参数。
+# 更新省掉的是**实例化**；新的定义通常仍要靠捕获得到，而在 Python 里，捕获要把每次启动的代码重跑一遍，往往是更贵的那一半。
+# 连捕获也想省，就得直接改节点参数。
+#
 # 什么时候更新会被拒绝、被拒绝以后怎么办，是《更新一张活的图》一章的主题。
 
 # %% [markdown]
 # ## 误区二：捕获期间用一下默认流没关系
 #
-# 传统默认流（legacy default stream，也叫 NULL 流）会与“阻塞流”互相等待。捕获遇到它会怎样？三个小实验：
+# 创建时没有 `non_blocking=True`（C++ 里是 `cudaStreamNonBlocking`）的流叫阻塞流（blocking stream）：
+# 它和传统默认流（legacy default stream，也叫 NULL 流）互相等待。捕获遇到默认流会怎样？三个小实验：
 #
 # 1. 直接在默认流上开始捕获；
-# 2. 在一条普通的（阻塞的）流上捕获，中途往默认流里放一个 memset；
+# 2. 在一条阻塞流上捕获，中途往默认流里放一个 memset；
 # 3. 在 `non_blocking=True` 的流上捕获，中途忘了写 `with stream:`，把一个 `mix` 启动到了默认流上。
 
 # %% tags=["demo", "gpu"]
@@ -920,27 +1038,29 @@ print(f"1. 在默认流上开始捕获：{error.name}（{int(error)}）")
 
 blocking = cp.cuda.Stream()
 lab.check_cuda(cudart.cudaStreamBeginCapture(blocking.ptr, GLOBAL))
-(error,) = cudart.cudaMemsetAsync(x.data.ptr, 0, 4, 0)
+(error,) = cudart.cudaMemsetAsync(xs.data.ptr, 0, 4, 0)
 ended, _ = cudart.cudaStreamEndCapture(blocking.ptr)
+cudart.cudaGetLastError()
 print(f"2. 阻塞流捕获时使用默认流：{error.name}（{int(error)}），结束捕获：{ended.name}（{int(ended)}）")
 
 cp.cuda.Device().synchronize()
-before = x.get()
+untouched = xs.get()
 with stream:
     stream.begin_capture()
-    launch_mix(x, 0)
-launch_mix(x, 1)  # forgot `with stream:`, so this goes to the legacy default stream
+    launch_mix(xs, 0)
+launch_mix(xs, 1)  # forgot `with stream:`, so this goes to the legacy default stream
 leaky = stream.end_capture()
 cp.cuda.Device().synchronize()
-print(f"3. 非阻塞流捕获：没有报错，图里是 {kinds(leaky.graph)}；那个 mix 当场执行了：{np.array_equal(x.get(), mixed(before, 1, first=1))}")
+print(f"3. 非阻塞流捕获：没有报错，图里是 {kinds(leaky.graph)}；那个 mix 当场执行了：{np.array_equal(xs.get(), mixed(untouched, 1, first=1))}")
 
 # %% [markdown]
-# 前两种至少会报错：906（`cudaErrorStreamCaptureImplicit`）说的正是“隐式依赖”。
+# 前两种至少会报错：第一种是 900，默认流本身不能捕获；第二种是 906（`cudaErrorStreamCaptureImplicit`），说的正是“隐式依赖”。
 #
 # 第三种才可怕：**一点错误也没有，只是少录了一个节点**，而且那个内核当场就执行了。
 # 所以捕获之后要数一数节点，或者画出来看一眼。
 #
-# 结论和讲义一致：用 `cudaStreamNonBlocking` 创建捕获流，捕获期间所有工作都明确放在这条流上。
+# 讲义的建议仍然成立：用 `cudaStreamNonBlocking` 创建捕获流，捕获期间所有工作都明确放在这条流上。
+# 非阻塞流的好处是，别人（库、别的线程）用到默认流时，不会打断你的捕获；代价是忘写 `with stream:` 时没有报警，所以要自己数节点。
 
 # %% [markdown]
 # ## 误区三：用事件计时，就一定看得到图的收益
@@ -948,7 +1068,7 @@ print(f"3. 非阻塞流捕获：没有报错，图里是 {kinds(leaky.graph)}；
 # 讲义建议用 `cudaEvent` 精确测量，免得被 CPU 的开销干扰。可是图省下的**正是** CPU 的开销。
 # 事件记录的是 GPU 走到两个位置的时刻之差，它看得见 CPU 慢吗？
 #
-# 量同一条 200 个内核的链，两种情形：GPU 空闲；GPU 前面先堵一个 10 毫秒的 `spin`，让 CPU 有时间把队排好。
+# 量“建一张图要多少钱”里的那条链，两种情形：GPU 空闲；GPU 前面先堵一个足够长的 `spin`，让 CPU 有时间把队排好。
 
 # %% tags=["demo", "gpu"]
 def event_us(work, plug_us):
@@ -964,23 +1084,33 @@ def event_us(work, plug_us):
     return cp.cuda.get_elapsed_time(first, last) * 1000
 
 
-eager_200, graph_200 = partial(eager_chain, x, N), partial(chain.launch, stream)
-rows = []
-for name, work in (("逐个启动", eager_200), ("图", graph_200)):
-    idle, queued = (np.median([event_us(work, plug) for _ in range(15)]) for plug in (0, 10_000))
-    rows.append((name, f"{lab.submit_us(work).median:.0f}", f"{lab.end_to_end_us(work).median:.0f}", f"{idle:.0f}", f"{queued:.0f}"))
-lab.say(lab.table(("200 个内核，µs", "CPU 提交", "端到端", "事件，GPU 空闲", "事件，前面堵着"), rows))
+PLUG_US = 50 * N  # far longer than the CPU takes for N launches
+works = {"逐个启动": partial(eager_chain, xs, N), "图": partial(chain.launch, stream)}
+submit, total = (lab.compare_us(*works.values(), clock=clock) for clock in ("submit", "end_to_end"))
+timed = {(name, plug): [] for plug in (0, PLUG_US) for name in works}
+for _ in range(15):
+    for (name, plug), spent in timed.items():
+        spent.append(event_us(works[name], plug))
+
+rows = [
+    (name, *(f"{us:.0f}" for us in (submitted.median, finished.median, np.median(timed[name, 0]), np.median(timed[name, PLUG_US]))))
+    for name, submitted, finished in zip(works, (submit.first, submit.second), (total.first, total.second), strict=True)
+]
+lab.say(lab.table((f"{N} 个内核，µs", "CPU 提交", "端到端", "事件，GPU 空闲", "事件，前面堵着"), rows))
 
 # %% [markdown]
-# 前面堵着的时候，CPU 趁机把 200 个内核全排进了队，事件量到的只剩 GPU 自己的时间：图的收益“消失”了。
-# 它并没有消失，只是这块表看不见。
+# GPU 空闲时，逐个启动的每个内核都要等 CPU 送来，等待也落在两个事件之间，所以事件看得见 CPU 慢。
+#
+# 前面堵着的时候，CPU 趁机把整条链都排进了队。两行的差距缩小了很多，但不一定为零：CPU 那一份收益被藏住了；
+# 剩下的差，是图让 GPU 在相邻节点之间少等的那一点间隙。
 #
 # 事件适合回答“GPU 忙了多久”。要回答“图省了什么”，就要量提交时间和端到端时间，并且让两种做法轮流上场。
 
 # %% [markdown]
 # ## 误区四：图不占地方
 #
-# 讲义提醒注意图实例的内存占用。占多少？造 20 张图，看空闲显存少了多少。
+# 讲义提醒注意图实例的内存占用。占多少？一批批地造图，每批 20 张，都留着，看空闲显存每次少了多少；
+# 最后全部销毁，再造一批大的。`cudaMemGetInfo` 看的是整块 GPU，别的程序也会让它变动。
 
 # %% tags=["demo", "gpu"]
 def free_bytes():
@@ -988,20 +1118,33 @@ def free_bytes():
     return lab.check_cuda(cudart.cudaMemGetInfo())[0]
 
 
-rows = []
+def batch_of_graphs(n):
+    """Capture 20 chains of n launches and launch each once: memory may be taken as late as that."""
+    graphs = [graph_of_chain(n) for _ in range(20)]
+    for each in graphs:
+        each.launch(stream)
+    return graphs
+
+
+batches, rows = [], []
+free = [free_bytes()]
 for n in (200, 1000, 4000):
-    before_bytes = free_bytes()
-    many = [graph_of_chain(n) for _ in range(20)]
-    for g in many:
-        g.launch(stream)  # memory on the device may be taken as late as the first launch
-    held = before_bytes - free_bytes()
-    del many, g
-    rows.append((n, f"{held / 20 / 2**20:.2f}", f"{held / 20 / n:.0f}", f"{(before_bytes - free_bytes()) / 2**20:.1f}"))
-lab.say(lab.table(("每张图的节点数", "每张图 MiB", "每个节点 字节", "销毁后仍占用 MiB"), rows))
+    batches.append(batch_of_graphs(n))
+    free.append(free_bytes())
+    rows.append(f"再造 20 张 {n} 个节点的图")
+batches.clear()
+free.append(free_bytes())
+rows.append("全部销毁")
+batches.append(batch_of_graphs(n))
+free.append(free_bytes())
+rows.append(f"又造 20 张 {n} 个节点的图")
+batches.clear()
+lab.say(lab.table(("动作", "显存占用的变化 MiB"), [(what, f"{taken / 2**20:+.1f}") for what, taken in zip(rows, -np.diff(free), strict=True)]))
 
 # %% [markdown]
-# 一张图占得不多，驱动又是成块地要显存，所以小图常常看不出变化。
-# 但如果给每种输入尺寸都留一张大图，乘起来就不能不算了。销毁以后驱动也未必立刻归还，它会留着下次用。
+# 一张图占得不多；但如果给每种输入尺寸都留一张大图，乘起来就不能不算了。
+#
+# 最后两行要连起来看：销毁以后，占用降下来了吗？如果没有，而再造一批又几乎不新增，说明驱动没有归还，是留着给以后的图用。
 #
 # 占用的另一半是**图引用的缓冲**：图里有它们的地址，所以只要图还活着，这些缓冲就不能释放、不能挪作他用。
 # 图自己不会替你留住它们，下面的练习二会碰到。
@@ -1009,13 +1152,18 @@ lab.say(lab.table(("每张图的节点数", "每张图 MiB", "每个节点 字�
 # %% [markdown]
 # ## 练习
 #
-# 四道练习，共 12 分。练习里可以用前面**正式单元**定义的名字：
-# `cp`、`cupyx`、`cudart`、`stream`、`mix`、`launch_mix`、`launch_absorb`、`eager_chain`、`mixed`、`Replayer`。
-# 实验单元里的 `record`、`kinds` 等等，评分时是不存在的：评分会在干净的环境里只运行正式单元和你的解答。
+# 四道练习，共 12 分。解答里可以用这些给定的名字：
+#
+# - 模块与工具：`np`、`cp`、`cupyx`、`cudart`、`partial`、`lab`；
+# - 流与内核：`stream`、`BLOCK`、`mix`、`absorb`、`spin`、`launch_mix`、`launch_absorb`、`launch_spin`、`eager_chain`、`mixed`；
+# - 练习二给出的 `Replayer`。
+#
+# `record`、`kinds`、`xs` 等名字来自演示单元（只做实验，评分时不运行），解答里不能用：
+# 评分会在干净的环境里运行给定的单元和你的解答，跳过演示单元。
 #
 # ### 练习一：捕获一条链（3 分）
 #
-# 写 `capture_chain(x, n)`：捕获在 `x` 上依次启动的 `n` 个 `mix`，第 `i` 次启动的序号是 `i`（从 0 数起），
+# 写 `capture_chain(x, n)`：用给定的 `stream` 捕获在 `x` 上依次启动的 `n` 个 `mix`，第 `i` 次启动的序号是 `i`（从 0 数起），
 # 返回可以反复 `launch` 的 `cupy.cuda.Graph`。
 #
 # 要求：
@@ -1041,7 +1189,7 @@ lab.say(lab.table(("每张图的节点数", "每张图 MiB", "每个节点 字�
 
 # %% solution="capture_chain" tags=["gpu"]
 def capture_chain(x, n):
-    """Capture n dependent launches of mix on x, with indices 0 … n-1.
+    """Capture, on `stream`, n dependent launches of mix on x, with indices 0 … n-1.
 
     x: cupy uint32, 1-D; only read and written when the graph is launched. n: at least 1.
     Returns the instantiated cupy.cuda.Graph.
@@ -1089,13 +1237,14 @@ for _ in range(3):
 # 收件箱要用锁页内存（pinned memory）：GPU 能直接读它，拷贝才能真正异步。
 #
 # 下面给出外壳 `Replayer`：`feed` 往收件箱里就地写数据，调用它就是启动一次图。
-# 你来写 `make_replayer(x, n)`，捕获这样一张图：
+# 你来写 `make_replayer(x, n)`，用给定的 `stream` 捕获这样一张图：
 #
 # 1. 把收件箱拷到一块设备缓冲（1 个拷贝节点）；
 # 2. `launch_absorb`：把它吸收进 `x`（1 个内核）；
 # 3. 在 `x` 上启动 `n` 次 `mix`，序号 0 … n−1（`n` 个内核）。
 #
-# 除了结果正确，还要快：`n = 200` 时，比逐个启动 200 次 `mix` 的 `eager_chain` 至少快 2 倍。
+# 除了结果正确，还要快：`n = 200` 时，一个请求的端到端时间不超过 `eager_chain` 启动 200 次 `mix` 的一半。
+# 如果在这台机器上参考实现自己也快得不多，门槛会降到它的加速比的一半。
 
 # %% tags=["gpu"]
 class Replayer:
@@ -1127,10 +1276,12 @@ class Replayer:
 # </details>
 # <details><summary>提示二：用到的 API</summary>
 #
-# `inbox = cupyx.zeros_pinned(x.shape, x.dtype)` 是锁页的 numpy 数组，地址是 `inbox.ctypes.data`；
-# `arrived = cp.empty_like(x)` 要在捕获之前分配。捕获期间调用
-# `cudart.cudaMemcpyAsync(arrived.data.ptr, inbox.ctypes.data, inbox.nbytes, cudart.cudaMemcpyKind.cudaMemcpyHostToDevice, stream.ptr)`，
-# 然后在 `with stream:` 里启动 `launch_absorb` 和各次 `mix`，最后 `return Replayer(graph, inbox, arrived)`。
+# `cupyx.zeros_pinned(x.shape, x.dtype)` 给出锁页的 numpy 数组，它的地址是 `.ctypes.data`；设备缓冲用 `cp.empty_like(x)`，地址是 `.data.ptr`。
+# 两者都在捕获之前准备好：捕获期间要内存，可能被拒绝，也可能牵出图里不该有的操作。
+#
+# 拷贝用 `lab.check_cuda(cudart.cudaMemcpyAsync(目标地址, 源地址, 字节数, 方向, stream.ptr))`，
+# 方向是 `cudart.cudaMemcpyKind.cudaMemcpyHostToDevice`。为什么不用 CuPy 的 `arrived.set(inbox)`？
+# 它是为任意的数组写的，内部会不会先复制一份、会不会等待，由 CuPy 决定；这里要确定录下的就是收件箱的地址。
 #
 # </details>
 
@@ -1138,7 +1289,7 @@ class Replayer:
 def make_replayer(x, n):
     """Capture one request as a graph: copy the inbox to the device, absorb it into x, mix x n times.
 
-    x: cupy uint32, 1-D, advanced in place by each replay. n: at least 1.
+    x: cupy uint32, 1-D, advanced in place by each replay; it stays the caller's. n: at least 1. Captures on `stream`.
     Returns a Replayer that owns the inbox (pinned, zeros at first), the device buffer and the graph.
     """
     ### BEGIN SOLUTION: 先分配锁页的收件箱和设备缓冲，再捕获“拷贝、absorb、n 次 mix”，最后交给 Replayer 一起保管
@@ -1163,6 +1314,13 @@ batch = np.full(1000, 12345, np.uint32)
 x = on_gpu(state)
 replay = student.make_replayer(x, 4)
 check.equal(x.read(), state, why="建图的时候 x 就变了。make_replayer 只应当准备和捕获，不执行。")
+PINNED = """
+def is_pinned(replayer):
+    from cuda.bindings import runtime
+    error, found = runtime.cudaPointerGetAttributes(replayer.inbox.ctypes.data)
+    return int(error) == 0 and found.type == runtime.cudaMemoryType.cudaMemoryTypeHost
+"""
+check.that(student.define(PINNED, "is_pinned")(replay), why="收件箱不是锁页内存，GPU 不能直接读它，拷贝就不能真正异步。收件箱是用 cupyx.zeros_pinned 分配的吗？")
 check.nodes(replay.get("captured"), kernels=5, memcpys=1, total=6, why="图里应当有 1 个拷贝节点和 n + 1 个内核节点。拷贝是不是写在了捕获之外？")
 replay.feed(batch)
 replay.run(1)
@@ -1194,7 +1352,7 @@ for _ in range(3):
         state = reference.mixed(state ^ batch, n)
     check.equal(x.read(), state, why="换了几份输入，结果不对。每次重放都要从收件箱重新拷贝当时的内容：收件箱是同一块锁页内存吗？有没有在捕获时就把数据固定下来？")
 for other in others:
-    check.equal(other, np.full(size, 0xA5A5A5A5, np.uint32), why="重放写坏了别人的数组：设备缓冲已经被回收，显存池把它给了别的数组，而图还在往老地址写。请把它交给 Replayer 保管。")
+    check.equal(other, np.full(size, 0xA5A5A5A5, np.uint32), why="重放写坏了别人的数组：设备缓冲已经被回收，内存池把它给了别的数组，而图还在往老地址写。请把它交给 Replayer 保管。")
 ### END HIDDEN TESTS
 
 # %% test="make_replayer_speed" kind="speedup" points=2 tags=["gpu"]
@@ -1210,7 +1368,7 @@ check.speedup(
     best=best,
     state=(x, z),
     at_least=2.0,
-    why="还不够快。每个请求应当只有一次图启动：捕获和实例化是不是放进了 __call__，或者在循环里逐个启动？",
+    why="还不够快。图里除了拷贝、absorb 和 n 次 mix 还有别的节点吗？返回的是给定的 Replayer 吗？",
 )
 ### BEGIN HIDDEN TESTS
 batch = secret.integers(0, 2**32, 4096, dtype=np.uint32)
@@ -1271,6 +1429,7 @@ check.equal(student.break_even(5, 9, 1), None, why="图比逐个启动还慢，�
 check.equal(student.break_even(8, 8, 100), None, why="一样快，建图的钱就永远省不回来。")
 check.equal(student.break_even(8, 3, 0), 1, why="建图不要钱时，重放一次就已经回本；题目要的是最小的正整数。")
 check.equal(student.break_even(8, 8, 0), 1, why="一样快、建图又不要钱：重放一次时，不等式已经成立。")
+check.equal(student.break_even(3, 5, 0), None, why="建图不要钱，但每次都更慢，仍然回不了本。")
 check.equal(student.break_even(900.5, 100.5, 0.25), 1, why="第一次重放就省回来了，答案不应当小于 1。")
 # Whole eighths, so that every time and every difference is exact.
 saved, graph_us, build_us = (secret.integers(1, most, 40) for most in (4000, 4000, 800_000))
@@ -1283,10 +1442,13 @@ check.equal(got, want, why="随机的几组时间里有算错的。向上取整�
 # %% [markdown]
 # ### 练习四：哪些任务值得用图（3 分）
 #
-# 下面有八个任务，每个用几个数字描述。写 `worth_a_graph(workload)`，按“一条可以算的规则”那一节的约定返回 `True` 或 `False`：
+# 下面有八个任务，每个用几个数字描述。先别算，只看数字猜一猜：有几个值得用图？
 #
-# - `reads_back` 为真：一轮的中途要读回结果才能继续，录不成一张图，不值得；
-# - 否则比较平均每轮的时间：图（含摊到每轮的建图）**不超过逐个启动的 90%** 才值得。
+# 写 `worth_a_graph(workload)`，按“一条可以算的规则”那一节的约定，返回两个值 `(worth, saved_us)`：
+#
+# - `saved_us`：平均每轮省下的微秒数，即逐个启动的时间减去图的时间；图的时间含摊到每轮的建图。图更慢时它是负数。
+# - `worth`：值得为 `True`。图的时间**不超过逐个启动的 90%** 才值得。
+# - `reads_back` 为真时，一轮的中途要读回结果才能继续，录不成一张图：返回 `(False, 0.0)`。
 #
 # 评分时会换数字，所以要写规则，不要背答案。不需要 GPU。
 
@@ -1315,68 +1477,92 @@ WORKLOADS = [
 # </details>
 # <details><summary>提示二：用到的 API</summary>
 #
-# 只用到字典取值、`max` 和比较：
-# 逐个启动是 `n_kernels * max(launch_us, kernel_us) + other_us`；
-# 图是 `graph_us + n_kernels * kernel_us + other_us + build_us / replays`。
-# 返回 Python 的 `bool`。
+# 只用到字典取值、`max` 和比较。按那一节的两个算式逐项翻译；`replays` 作除数。
+# 两个值用逗号隔开一起返回：Python 的 `bool` 和数值。
 #
 # </details>
 
 # %% solution="worth_a_graph"
 def worth_a_graph(workload):
-    """Tell whether a workload (a dict with the keys FIELDS, times in µs per round) gains from a CUDA graph.
+    """Tell whether a workload (a dict with the keys FIELDS, times in µs) gains from a CUDA graph, and how much.
 
-    True if a round can be captured at all and, building included, takes at most 90 % of the eager time.
+    Returns (worth, saved_us): eager time less graph time of an average round, building included; worth if the
+    graph takes at most 90 % of the eager time. (False, 0.0) for a workload that cannot be captured.
     """
-    ### BEGIN SOLUTION: 先排除录不成图的任务，再写出两种做法平均每轮的时间，按“至少省 10%”比较
+    ### BEGIN SOLUTION: 先排除录不成图的任务，再写出两种做法平均每轮的时间，相减得到省下的，再按“至少省 10%”比较
     if workload["reads_back"]:
-        return False
+        return False, 0.0
     n, kernel_us = workload["n_kernels"], workload["kernel_us"]
     eager_us = n * max(workload["launch_us"], kernel_us) + workload["other_us"]
     graph_us = workload["graph_us"] + n * kernel_us + workload["other_us"] + workload["build_us"] / workload["replays"]
-    return graph_us <= 0.9 * eager_us
+    return graph_us <= 0.9 * eager_us, eager_us - graph_us
     ### END SOLUTION
 
 
 # %% test="worth_a_graph" kind="answer" points=3
 tiny = {"name": "短内核", "n_kernels": 100, "kernel_us": 1.0, "launch_us": 6.0, "graph_us": 4.0, "other_us": 0.0, "build_us": 2000.0, "replays": 1000, "reads_back": False}
-check.equal(student.worth_a_graph(tiny), True, why="每轮从 600 µs 降到 106 µs，建图的钱摊下来也只有 2 µs，值得。")
-check.equal(student.worth_a_graph(tiny | {"kernel_us": 50.0}), False, why="内核长达 50 µs，启动开销被藏住了，几乎不省。")
-check.equal(student.worth_a_graph(tiny | {"replays": 2}), False, why="只重放 2 次，每轮要摊 1000 µs 的建图时间，反而更慢。")
-check.equal(student.worth_a_graph(tiny | {"reads_back": True}), False, why="中途要读回结果，录不成一张图。")
+check.equal(student.worth_a_graph(tiny), (True, 494.0), abs=1e-6, why="每轮从 600 µs 降到 106 µs（其中建图摊到 2 µs），省 494 µs，值得。")
+check.equal(student.worth_a_graph(tiny | {"kernel_us": 50.0}), (False, -6.0), abs=1e-6, why="内核长达 50 µs，比启动慢，逐个启动一轮是 5000 µs；图没有可省的，反而多花 6 µs。")
+check.equal(student.worth_a_graph(tiny | {"other_us": 10_000.0}), (False, 494.0), abs=1e-6, why="图外还有 10000 µs：同样省 494 µs，却不到一轮 10600 µs 的 10%，不值得。")
+check.equal(student.worth_a_graph(tiny | {"replays": 2}), (False, -504.0), abs=1e-6, why="只重放 2 次，每轮要摊 1000 µs 的建图时间，反而多花 504 µs。")
+check.equal(student.worth_a_graph(tiny | {"reads_back": True}), (False, 0.0), abs=1e-6, why="中途要读回结果，录不成一张图：应当返回 (False, 0.0)。")
 ### BEGIN HIDDEN TESTS
 def rule(w):
+    if w["reads_back"]:
+        return False, 0.0
     eager = w["n_kernels"] * max(w["launch_us"], w["kernel_us"]) + w["other_us"]
-    share = (w["graph_us"] + w["n_kernels"] * w["kernel_us"] + w["other_us"] + w["build_us"] / w["replays"]) / eager
-    return share <= 0.9 and not w["reads_back"], abs(share - 0.9) > 0.02
+    graph = w["graph_us"] + w["n_kernels"] * w["kernel_us"] + w["other_us"] + w["build_us"] / w["replays"]
+    return graph <= 0.9 * eager, eager - graph
 
 
-listed = reference.value("WORKLOADS")
-check.equal([student.worth_a_graph(w) for w in listed], [rule(w)[0] for w in listed], why="八个任务里有判断错的。请把每一项都代进算式：慢的一方、图管不到的时间、摊到每轮的建图。")
-drawn = {True: [], False: []}
-while min(map(len, drawn.values())) < 12:
-    workload = tiny | {
+def drawn(shortest, longest):
+    """A workload whose kernels take from `shortest` to `longest` times as long as a launch."""
+    launch_us = float(secret.uniform(3, 10))
+    return tiny | {
         "name": "随机任务",
-        "n_kernels": int(secret.integers(5, 600)),
-        "kernel_us": float(secret.choice([1.0, 3.0, 5.0, 8.0, 20.0, 200.0])),
-        "launch_us": float(secret.uniform(2, 10)),
+        "n_kernels": int(secret.integers(20, 600)),
+        "kernel_us": launch_us * float(secret.uniform(shortest, longest)),
+        "launch_us": launch_us,
         "graph_us": float(secret.uniform(2, 12)),
         "other_us": float(secret.choice([0.0, 30.0, 400.0, 4000.0])),
         "build_us": float(secret.uniform(200, 9000)),
-        "replays": int(secret.choice([1, 2, 5, 50, 10_000, 1_000_000])),
-        "reads_back": bool(secret.random() < 0.15),
+        "replays": int(secret.choice([3, 50, 10_000])),
     }
-    answer, clear = rule(workload)
-    if clear and len(drawn[answer]) < 12:
-        drawn[answer].append(workload)
-for answer, workloads in drawn.items():
-    check.equal([student.worth_a_graph(w) for w in workloads], [answer] * 12, why="换了数字以后判断错了。不要只看内核数量：内核长短、图外的时间、能重放几次，都要算进去。")
+
+
+def near_the_bar(share):
+    """A workload with just so much time outside the graph that the graph takes `share` of the eager time."""
+    w = drawn(0.1, 0.6) | {"other_us": 0.0, "replays": 1_000_000}
+    return w | {"other_us": rule(w)[1] / (1 - share) - w["n_kernels"] * w["launch_us"]}
+
+
+listed = reference.value("WORKLOADS")
+longer = [drawn(1.1, 40) for _ in range(8)]
+shorter = [drawn(0.1, 0.9) for _ in range(12)]
+close = [near_the_bar(share) for share in (0.88, 0.895, 0.905, 0.92) for _ in range(4)]
+for workloads, why in (
+    (listed, "八个任务里有判断错的。请把每一项都代进算式：慢的一方、图管不到的时间、摊到每轮的建图。"),
+    (longer, "内核比启动长的任务里有算错的。逐个启动时，是慢的一方说了算吗？"),
+    (shorter, "内核比启动短的任务里有算错的。每一项都代进去了吗？建图的时间是不是除以了重放次数？"),
+    (close, "靠近 90% 的任务里有算错的。比的是两个完整的时间吗？图管不到的时间两边都要算，10% 是对逐个启动说的。"),
+):
+    check.equal([student.worth_a_graph(w) for w in workloads], [rule(w) for w in workloads], abs=1e-6, why=why)
 ### END HIDDEN TESTS
+
+# %% [markdown]
+# 现在用你写的函数看看那八个任务，和你猜的一样吗？有没有哪一个，省了时间却仍然不值得？
+
+# %% tags=["demo"]
+rows = [(each["name"], worth_a_graph(each)) for each in WORKLOADS]
+lab.say(
+    lab.table(("任务", "用图", "平均每轮省 µs"), [(name, "值得" if worth else "不值得", f"{us:.1f}") for name, (worth, us) in rows]),
+    measured=False,
+)
 
 # %% [markdown] tags=["instructor"]
 # 给教师：练习一和二的隐藏测试用新数据、未公布的 `n` 和重放次数，漏做或多做一次都会得到不同的字节。
-# 练习二还会在重放前向显存池再要几块同样大小的缓冲：如果学习者没有留住设备缓冲，图就会写坏它们，这正是“图只记得地址”的后果。
-# 练习四的隐藏测试避开了 90% 附近的模糊地带，算式写法不同不会误判。
+# 练习二还会在重放前向内存池再要几块同样大小的缓冲：如果学习者没有留住设备缓冲，图就会写坏它们，这正是“图只记得地址”的后果。
+# 练习四的隐藏测试专门有一组任务落在 90% 两侧，但不贴着 90%，算式写法不同不会误判；省下的微秒数也要对上。
 
 # %% [markdown]
 # ## 小结
@@ -1384,21 +1570,24 @@ for answer, workloads in drawn.items():
 # | 讲义的说法 | 实验以后的说法 |
 # |:--|:--|
 # | 逐个启动，内核之间隐式同步 | CPU 不等 GPU；GPU 上的先后来自同一条流。代价是每个内核都要 CPU 忙一次 |
-# | 启动开销与节点数近似解耦 | CPU 的提交时间几乎不随 N 变，直线形的图最明显；GPU 上每个节点的时间照旧 |
-# | 驱动解析整张图，优化执行顺序 | 驱动只看边。没有边才能并行，边由捕获时的流和事件决定 |
+# | 启动开销与节点数近似解耦 | CPU 的提交时间几乎不随 N 变（驱动越新越明显）；GPU 该做的内核一个不少，节点之间的间隙可能略短 |
+# | 驱动解析整张图，优化执行顺序 | 驱动只看边。没有路径相连才可能并行，边由捕获时的流和事件决定 |
 # | 启动开销占 10%～30% | 从接近零到大半都有可能，取决于内核与启动谁更慢 |
-# | 事件也是节点 | 只有 External 的事件记录才是节点，普通的只表达依赖 |
-# | 用 `cudaEvent` 精确测量 | 事件只看 GPU；图省的是 CPU，要量提交时间和端到端时间 |
+# | 事件也是节点 | 流捕获里，只有 External 的事件记录才是节点，普通的只表达依赖 |
+# | 用 `cudaEvent` 精确测量 | 事件只看 GPU；图省的主要是 CPU 的时间，要量提交时间和端到端时间 |
+# | 捕获期间不能 `cudaMalloc` | 看捕获模式；relaxed 放行，但它永远不成为节点 |
 # | 优先 `cudaGraphExecUpdate`，不要重新捕获 | 更新省的是实例化；新定义通常仍要捕获 |
-# | 输入地址变了才要更新参数 | 正确：数据就地变，地址不变，什么都不用做 |
+# | 针对不同输入尺寸重新实例化 | 旧定义实例化多少次都是旧尺寸：要重新捕获，或者更新 |
+# | 输入地址变了才要更新参数 | 这条说得对：数据就地变，地址不变，什么都不用做 |
 #
 # **带走三句话**
 #
-# 1. 图把“吩咐 N 次”变成“吩咐一次”：省的是 CPU 的时间，GPU 该做的一样不少。
+# 1. 图把“吩咐 N 次”变成“吩咐一次”：省的主要是 CPU 的时间，GPU 该做的内核一个不少。
 # 2. 图记住地址、标量和依赖，不记数据和 Python 代码；缓冲要有人替它留住。
 # 3. 内核多而短、流程固定、反复重放、看重延迟：值得。动手之前先算一算。
 #
 # 讲义最后说，TensorRT 已经深度集成了 CUDA 图。准确地说，TensorRT 的推理**可以被捕获**，但要由你来捕获、
-# 你来重放，输入尺寸变了也要由你来决定怎么办；这些留给实战篇用真实的引擎来验证。
+# 你来重放，输入尺寸变了也要由你来决定怎么办；ONNX Runtime、Torch-TensorRT 等上层可以代劳一部分。
+# 这些留给课程的第三个模块“实战篇”，用真实的引擎来验证。
 #
 # 下一步：《内核启动开销分析》把提交时间拟合成一个模型；《流捕获：规则与恢复》讲全禁令和善后。

@@ -229,7 +229,7 @@ def _tensorrt() -> Finding:
             "later",
             "没有安装",
             f"{first.name} 之前的章节用不到它",
-            f"学到那里时安装：{_here(sys.executable)} -m pip install {_environment_pin('tensorrt-cu12')}",
+            f"学到那里时安装：{_here(sys.executable)} -m pip install {_tensorrt_requirement()}",
         )
     found = "{}.{}".format(*version)
     if first.needs.tensorrt <= version < (12, 0):
@@ -273,9 +273,12 @@ def _here(path: str) -> str:
     return str(Path(path).relative_to(paths.ROOT)) if Path(path).is_relative_to(paths.ROOT) else path
 
 
-def _environment_pin(package: str) -> str:
+def _tensorrt_requirement() -> str:
+    """environment.yml's pin, or for a Python that it has no build for the versions that have one."""
+    if sys.version_info >= (3, 13):
+        return "'tensorrt-cu12>=10.9,<12'"
     text = (paths.ROOT / "environment.yml").read_text(encoding="utf-8")
-    return re.search(rf"^ *- ({re.escape(package)}==\S+)", text, re.MULTILINE)[1]
+    return re.search(r"^ *- (tensorrt-cu12==\S+)", text, re.MULTILINE)[1]
 
 
 def _show(findings: list[Finding], chapters: list[tuple[manifest.Chapter, list[str]]]) -> None:

@@ -228,10 +228,17 @@ def describe(error: BaseException) -> dict:
     return {
         "type": type(error).__name__,
         "bases": [base.__name__ for base in type(error).__mro__],
-        "message": str(error)[:500],
+        "message": _text(error)[:500],
         "line": (own[-1].line or "")[:200] if own else "",
         "own": bool(own) and frames[-1] is own[-1],
     }
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException:  # noqa: BLE001 - also an exception that cannot be put into words is answered
+        return ""
 
 
 def serve(shell: Any) -> None:

@@ -112,7 +112,7 @@ class Check:
         self._announce("图的结构正确：" + "，".join(f"{NODE_WORDS.get(name, name)} {count} 个" for name, count in counts.items()))
 
     def speedup(self, work: Any, *, over: Any, best: Any, state: tuple[Buffer, Buffer], at_least: float,
-                why: str = "", ceiling: float | None = judge.TOO_FAST) -> None:
+                why: str = "", ceiling: float | None = judge.TOO_FAST) -> float:
         """``work`` must be faster than ``over`` by a ratio, end to end. See `launchlab.exam.timing`.
 
         ``work``, ``over``, ``best``: handles, functions or partials of functions; ``work`` is
@@ -120,6 +120,7 @@ class Check:
         ``state``: the buffers that ``work`` and ``best`` advance. ``at_least``: the ratio for
         full credit, lowered to half of what ``best`` reaches, never below 1.2. ``ceiling``: how
         many times faster than ``best`` is too good to be the work asked for; None for no limit.
+        Returns the median of the measured ratios.
         """
         with timing.exclusive(self._gpu):
             record = timing.measure(over, work, best, state, at_least, self._secret, ceiling)
@@ -136,6 +137,7 @@ class Check:
         if result["verdict"] == judge.FAILED:
             raise CheckFailed(f"{why or '还不够快。请确认重放时只做一次图启动，不要在循环里重新捕获或逐个启动。'}（{measured}）")
         self._announce(("达到要求的加速：" if result["credit"] == 1 else "达到一半的要求，得一半分：") + measured)
+        return median
 
 
 def _median(values: list[float]) -> float:

@@ -126,7 +126,10 @@ def _aftermath(student: Process) -> tuple[str, str] | None:
         return judge.TIMED_OUT if lost.timed_out else judge.CRASHED, f"检查之后，{lost}：可能还有内核在无休止地运行。进程已重新启动，不影响其他练习。"
     except PartyError as error:
         student.close()
-        poison = str(error)
+        poison = str(error) if student.gpu else None
+    except Exception as error:  # noqa: BLE001 - a hostile process must not end the class
+        student.close()
+        return judge.CRASHED, f"检查之后，进程的回答无法理解（{type(error).__name__}）。进程已重新启动，不影响其他练习。"
     if poison:
         return judge.CRASHED, f"CUDA 上下文被破坏了（{poison}）：有内核越界访问了显存，或用了已释放的内存。进程已重新启动，不影响其他练习。"
     return None

@@ -22,13 +22,16 @@ from typing import Any, Callable
 
 from jupyter_client import BlockingKernelClient
 from jupyter_client.connect import write_connection_file
-from nbformat.v4 import output_from_msg
+from nbformat.v4 import new_output
 
 from launchlab.exam import sandbox
 from launchlab.exam.agent import TARGET
 
 START_SECONDS = 60.0
-OUTPUT_CHARACTERS = 64_000  # kept of one cell's output
+OUTPUT_CHARACTERS = 64_000  # kept of one cell's text
+PICTURE_CHARACTERS = 4 << 20  # kept of one cell's pictures
+# Beside text. No HTML, no SVG: they may hold a script, and teachers open these pages.
+PICTURES = ("image/png", "image/jpeg")
 OUTPUT_FLOOD = 256 << 20  # bytes of output after which a cell is stopped
 LARGEST_FILE = 4 << 30  # bytes of a file that a student's process may write
 # Limits are set by the shell before it becomes the kernel, so that everything started from there has them.
@@ -123,24 +126,29 @@ class Kernel:
         if code is not None:
             raise KernelDied(how_it_ended(code))
 
-    def _next_iopub(self, deadline: float) -> dict:
-        while True:
+    def _next(self, receive: Callable[..., dict], deadline: float) -> dict:
+        """The next message of a channel that looks like one; what else a hostile process sends there is dropped."""
+        # The deadline counts also while messages keep coming: an endless loop may print.
+        while time.monotonic() < deadline:
             try:
-                return self.client.get_iopub_msg(timeout=min(0.05, max(0.001, deadline - time.monotonic())))
+                message = receive(timeout=min(0.05, max(0.001, deadline - time.monotonic())))
             except Empty:
                 self._check_alive()
-                if time.monotonic() > deadline:
-                    raise KernelTimeout from None
+            except Exception:  # noqa: BLE001 - unsigned, sent twice, no JSON: whatever jupyter_client makes of it
+                continue
+            else:
+                parts = (message.get("header"), message.get("parent_header"), message.get("content"))
+                if all(type(part) is dict for part in parts) and type(message.get("msg_type")) is str:
+                    return message
+        self._check_alive()
+        raise KernelTimeout
+
+    def _next_iopub(self, deadline: float) -> dict:
+        return self._next(self.client.get_iopub_msg, deadline)
 
     def _shell_reply(self, parent: str | None, deadline: float) -> dict:
         while True:
-            try:
-                message = self.client.get_shell_msg(timeout=min(0.05, max(0.001, deadline - time.monotonic())))
-            except Empty:
-                self._check_alive()
-                if time.monotonic() > deadline:
-                    raise KernelTimeout from None
-                continue
+            message = self._next(self.client.get_shell_msg, deadline)
             if parent is None or message["parent_header"].get("msg_id") == parent:
                 return message
 
@@ -182,9 +190,9 @@ class Kernel:
                 continue
             try:
                 reply = json.loads(message["content"]["data"]["reply"])
-                if reply["n"] == self._number:
+                if type(reply) is dict and reply["n"] == self._number:
                     return reply, [bytes(blob) for blob in message["buffers"]]
-            except (KeyError, TypeError, ValueError):
+            except (KeyError, TypeError, ValueError, RecursionError):
                 continue
 
     def pause(self) -> None:
@@ -236,28 +244,42 @@ class _Outputs:
 
     def __init__(self) -> None:
         self.outputs: list = []
-        self._kept = 0
-        self._seen = 0
+        self._kept = self._pictures = self._seen = 0
 
-    def count(self, message: dict) -> int:
-        size = len(str(message.get("content")))
-        self._seen += size
+    def count(self, message: dict) -> None:
+        self._seen += len(str(message["content"])) + sum(map(len, message["buffers"]))
         if self._seen > OUTPUT_FLOOD:
             raise KernelDied("输出超过 256 MiB，已停止。请去掉循环里的 print。")
-        return size
 
     def take(self, message: dict) -> None:
-        kind, size = message["msg_type"], self.count(message)
-        if kind not in ("stream", "display_data", "execute_result", "error"):
-            return
-        if self._kept + size > OUTPUT_CHARACTERS and kind == "stream":
-            message["content"]["text"] = message["content"]["text"][: max(0, OUTPUT_CHARACTERS - self._kept)] + "\n…（输出太长，其余从略）\n"
-        if self._kept < OUTPUT_CHARACTERS:
-            self._kept += size
-            try:
-                self.outputs.append(output_from_msg(message))
-            except (KeyError, ValueError):
-                pass
+        self.count(message)
+        content = message["content"]
+        match message["msg_type"]:
+            case "stream":
+                if text := self._cut(content.get("text")):
+                    self.outputs.append(new_output("stream", name="stderr" if content.get("name") == "stderr" else "stdout", text=text))
+            case "error":
+                lines = content.get("traceback")
+                traceback = self._cut("\n".join(map(str, lines)) if type(lines) is list else "").split("\n")
+                name, value = str(content.get("ename"))[:80], str(content.get("evalue"))[:500]
+                self.outputs.append(new_output("error", ename=name, evalue=value, traceback=traceback))
+            case "display_data" | "execute_result":
+                data = content.get("data") if type(content.get("data")) is dict else {}
+                shown = {"text/plain": self._cut(data.get("text/plain"))} | {mime: self._picture(data.get(mime)) for mime in PICTURES}
+                if shown := {mime: value for mime, value in shown.items() if value}:
+                    self.outputs.append(new_output("display_data", data=shown))
+
+    def _cut(self, text: Any) -> str:
+        if type(text) is not str or not text or self._kept >= OUTPUT_CHARACTERS:
+            return ""
+        room, self._kept = OUTPUT_CHARACTERS - self._kept, self._kept + len(text)
+        return text if len(text) <= room else text[:room] + "\n…（输出太长，其余从略）\n"
+
+    def _picture(self, text: Any) -> str:
+        if type(text) is not str or self._pictures + len(text) > PICTURE_CHARACTERS:
+            return ""
+        self._pictures += len(text)
+        return text
 
 
 def memory_limit() -> int:

@@ -18,9 +18,10 @@ class PartyError(Exception):
 
     def __init__(self, info: dict, party: Party):
         self.party = party
+        bases = info.get("bases")
         self.info = {
-            "type": str(info.get("type"))[:80], "message": str(info.get("message"))[:500], "line": str(info.get("line"))[:200],
-            "own": bool(info.get("own")), "bases": [str(base)[:80] for base in info.get("bases", [])][:20],
+            "type": str(info.get("type") or "Exception")[:80], "message": str(info.get("message") or "")[:500], "line": str(info.get("line") or "")[:200],
+            "own": bool(info.get("own")), "bases": [str(base)[:80] for base in bases[:20]] if type(bases) is list else [],
         }
         super().__init__(f"{self.info['type']}: {self.info['message']}")
 

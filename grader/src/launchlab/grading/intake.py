@@ -9,6 +9,7 @@ retyped, deleted or mangled cell cannot confuse nbgrader, and cannot stop a clas
 from __future__ import annotations
 
 import fcntl
+import glob
 import json
 import os
 import re
@@ -193,17 +194,19 @@ class IntakeExporter(NotebookExporter):
         _take_turn(self.log)
         gradebook.ensure(self.coursedir.assignment_id, self.coursedir)
         self._release = pristine(chapter(self.coursedir.assignment_id))
-        for folder in list(converter.assignments):
-            self._unlink(Path(folder))
-            self._rename(converter, Path(folder))
-            self._sweep(Path(folder))
+        submitted = self.coursedir.format_path(self.coursedir.submitted_directory, self.coursedir.student_id, self.coursedir.assignment_id)
+        for folder in map(Path, glob.glob(submitted)):
+            self._unlink(folder)
+            self._check_time(folder)
+            converter.assignments[str(folder)] = [str(self._notebook(folder))]
+            self._sweep(folder)
 
     def from_filename(self, filename: str, resources: dict | None = None, **kwargs: Any) -> tuple[str, dict]:
         if Path(filename).is_relative_to(Path(self.coursedir.root, self.coursedir.autograded_directory)):
             return super().from_filename(filename, resources=resources, **kwargs)
         release = self._release
         try:
-            nb, notes = graft(Path(filename).read_bytes(), release)
+            nb, notes = graft(_read(Path(filename)), release)
         except Refused as error:
             nb, notes = refusal(release, str(error)), [str(error)]
         except Exception:  # noqa: BLE001 - one submission must never stop a class
@@ -217,21 +220,29 @@ class IntakeExporter(NotebookExporter):
         return self.from_notebook_node(nb, resources=resources, **kwargs)
 
     def _unlink(self, folder: Path) -> None:
-        """Links in a submission could make nbgrader copy any file of this machine into the learner's feedback."""
-        for path in [path for path in folder.rglob("*") if path.is_symlink()]:
-            self.log.warning("%s: a link, removed", path)
+        """Links in a submission could make nbgrader copy any file of this machine into the learner's feedback; pipes would hang it."""
+        for path in [path for path in folder.rglob("*") if path.is_symlink() or not (path.is_file() or path.is_dir())]:
+            self.log.warning("%s: no plain file, removed", path)
             path.unlink()
 
-    def _rename(self, converter: Any, folder: Path) -> None:
-        """A notebook under another name, if it is the only one and none has the right name, is taken for the chapter's."""
+    def _check_time(self, folder: Path) -> None:
+        """Set a time of submission aside that nbgrader cannot read: it would not grade the submission."""
+        try:
+            self.coursedir.get_existing_timestamp(str(folder))
+        except (Exception, SystemExit):  # noqa: BLE001 - it fails in several ways
+            stamp = folder / "timestamp.txt"
+            self.log.warning("%s: unreadable, set aside", stamp)
+            stamp.rename(stamp.with_suffix(".unreadable"))
+
+    def _notebook(self, folder: Path) -> Path:
+        """The chapter's notebook in a submission (it may be missing); the only one there under another name is taken for it."""
         wanted = folder / f"{self.coursedir.assignment_id}.ipynb"
-        found = [Path(path) for path in converter.assignments[str(folder)]]
-        if wanted.exists() or len(found) != 1:
-            return
-        # nbgrader skips names it does not know; the file handed in stays as it was.
-        shutil.copy2(found[0], wanted)
-        converter.assignments[str(folder)] = [str(wanted)]
-        self.log.warning("%s: taken for %s", found[0], wanted.name)
+        found = _notebooks(folder)
+        if not wanted.exists() and len(found) == 1:
+            # nbgrader skips names it does not know; the file handed in stays as it was.
+            shutil.copy2(found[0], wanted)
+            self.log.warning("%s: taken for %s", found[0], wanted.name)
+        return wanted
 
     def _sweep(self, submitted: Path) -> None:
         """Remove the half-made result of a grader that was killed: nbgrader would take it for done."""
@@ -240,6 +251,20 @@ class IntakeExporter(NotebookExporter):
         if done.is_dir() and not _finished(done):
             self.log.warning("%s: unfinished, grading again", done)
             shutil.rmtree(done)
+
+
+def _notebooks(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*.ipynb") if path.is_file())
+
+
+def _read(path: Path) -> bytes:
+    """The bytes of a notebook handed in; raises `Refused` if there is no such file."""
+    if path.is_file():
+        return path.read_bytes()
+    others = "、".join(other.name for other in _notebooks(path.parent))
+    if others:
+        raise Refused(f"没有名为 {path.name} 的笔记本，别的笔记本又不止一个（{others}），不知道该评哪一个。请只提交一个，并用原来的名字。")
+    raise Refused(f"提交的文件夹里没有笔记本 {path.name}。请提交 .ipynb 文件本身，不要打包，也不要改扩展名。")
 
 
 def _finished(folder: Path) -> bool:
