@@ -26,7 +26,7 @@
 # 课程最初有一份讲义，本章的许多说法和数字来自它。我们不照单全收：能在这里试的，当场用小实验去问 GPU；
 # 要用到后面知识的，就写成一个问题，并注明哪一章回答。
 #
-# ### 怎么用这本笔记本
+# ## 怎么用这本笔记本
 #
 # 从上往下读，遇到代码就按 `Shift+Enter` 运行。代码单元有四种：
 #
@@ -79,6 +79,11 @@ lab.here()
 # `launch_chain` 里的 `mix((块数,), (每块线程数,), (参数…))` 就是一次启动；写在 `with stream:` 里，任务就排进 `stream` 这条流。
 # `cp.cuda.Stream(non_blocking=True)` 建一条自己的流，它不和 CUDA 的默认流（default stream）互相等待。
 
+# %%
+BLOCK = 256  # threads per block
+SIZE = 4096  # elements of the demonstrations' arrays
+LAYERS = 100  # kernels of one request
+
 # %% tags=["gpu"]
 import cupy as cp
 
@@ -120,9 +125,6 @@ module = cp.RawModule(code=SOURCE)
 mix, layer, spin = (module.get_function(name) for name in ("mix", "layer", "spin"))
 
 stream = cp.cuda.Stream(non_blocking=True)
-BLOCK = 256  # threads per block
-SIZE = 4096  # elements of the demonstrations' arrays
-LAYERS = 100  # kernels of one request
 with stream:
     times = cp.zeros((64, 2), cp.uint64)
 
@@ -310,7 +312,7 @@ lab.say(
 #
 # 上图里，每个内核都要 CPU 单独忙一次（一根橙条）。内核比橙条还短的时候，GPU 做完手里的，下一个还没送到，只好闲着。
 # 这种情况叫**启动受限**（launch-bound）；CPU 为每次启动付出的时间，叫**启动开销**（launch overhead）。
-# 下图里，CPU 只忙了一次，后面的次序由 GPU 自己照图执行，空隙就小得多。
+# 下图里，CPU 只忙了一次，后面的次序由 GPU 自己照图执行，空隙通常小得多，看上面那两个百分数。
 #
 # 开头那个谜，答案多半就在这里：GPU 再快一倍，蓝条短一半，可橙条一点没变。
 #
@@ -522,13 +524,13 @@ exact = layer_flops(lengths).sum()
 plans = {
     "全补到 512": layer_flops(np.full_like(lengths, 512)).sum() / exact,
     "分四档": layer_flops(BUCKETS[np.searchsorted(BUCKETS, lengths)]).sum() / exact,
-    "不填充": 1.0,
 }
 
 fig, axes = plt.subplots(1, 2, figsize=(10, 4))
 tokens = np.arange(8, 513, 8)
-axes[0].plot(tokens, layer_flops(tokens) / 1e9, marker="", label="按实际长度")
-axes[0].axhline(layer_flops(512) / 1e9, color="#D55E00", linestyle="--", label="全补到 512")
+axes[0].plot(tokens, layer_flops(tokens) / 1e9, marker="", label="不填充")
+axes[0].plot(tokens, layer_flops(BUCKETS[np.searchsorted(BUCKETS, tokens)]) / 1e9, marker="", drawstyle="steps-post", label="分四档")
+axes[0].plot(tokens, np.full(tokens.size, layer_flops(512) / 1e9), marker="", label="全补到 512")
 axes[0].set_xlabel("句子长度（token）")
 axes[0].set_ylabel("一层的计算量（GFLOP）")
 axes[0].set_title("推算：填充让短句白算多少")
@@ -541,9 +543,8 @@ axes[1].set_ylabel("请求数")
 axes[1].set_title("合成的一万个请求")
 plt.show()
 lab.say(
-    f"推算：补到 512 以后，一个 8 token 的句子要多算 **{layer_flops(512) / layer_flops(8):.0f} 倍**。对这份合成流量，总计算量是不填充的 "
-    + "，".join(f"{times_more:.1f} 倍（{name}）" for name, times_more in plans.items())
-    + "。",
+    f"推算：补到 512 以后，一个 8 token 的句子要做 **{layer_flops(512) / layer_flops(8):.0f} 倍**的计算。"
+    "对这份合成流量，总计算量是不填充的 " + "，".join(f"{ratio:.1f} 倍（{name}）" for name, ratio in plans.items()) + "。",
     measured=False,
 )
 
@@ -704,14 +705,11 @@ lab.say(
 from launchlab import manifest
 
 chapters = manifest.chapters()
-lab.say(
-    f"共 {len(chapters)} 章\n\n"
-    + lab.table(
-        ("模块", "核心内容", "章"),
-        [(m.title, m.about, "、".join(c.title for c in chapters if c.module == m.id)) for m in manifest.modules()],
-    ),
-    measured=False,
-)
+lines = [f"共 {len(chapters)} 章：", ""]
+for part in manifest.modules():
+    titles = [chapter.title for chapter in chapters if chapter.module == part.id]
+    lines.append(f"- **{part.title}**（{len(titles)} 章）：{part.about}。\\\n  {'　'.join(f'《{title}》' for title in titles)}")
+lab.say("\n".join(lines), measured=False)
 
 # %% [markdown]
 # ## 练习怎么做，怎么评
@@ -973,8 +971,8 @@ for size, n in zip(sizes, (2 * int(secret.integers(2, 9)), 2 * int(secret.intege
     back_buffer.poison()
     check.equal(student.run_layers(front, back_buffer, n, queue), reference.layered(given, n), why="换了数组的长度或层数，返回的结果不对。块数向上取整了吗？size 传的是元素个数吗？层数是奇数和偶数时，返回的都是最后写的那一块吗？")
     last, before_last = (back_buffer, front) if n % 2 else (front, back_buffer)
-    check.equal(last.read(), reference.layered(given, n), why="返回的数组是对的，可它不在 x 或 y 里：请直接用这两块缓冲，不要新建数组。")
-    check.equal(before_last.read(), reference.layered(given, n - 1), why="另一块缓冲里应当是倒数第二层的输出。是不是用了别的数组，或多做、少做了一层？")
+    both = np.stack([last.read(), before_last.read()])
+    check.equal(both, np.stack([reference.layered(given, k) for k in (n, n - 1)]), why="返回的数组是对的，可 x 和 y 里不是最后两层的输出：请直接用这两块缓冲轮流读写，不要新建数组，也不要拷贝。")
 # Whatever lands on the stream given is recorded here, whatever does not, or waits, shows.
 RECORDED = """
 def recorded(run, x, y, n):
@@ -1036,10 +1034,8 @@ def request(x, size):
 # %%
 def requested(x, size):
     """Return x (numpy uint32, 1-D) after one request of that size; x stays as it is."""
-    return np.concatenate([mixed(x[:size], LAYERS_OF_REQUEST), x[size:]])
+    return np.concatenate([mixed(x[:size], LAYERS), x[size:]])
 
-
-LAYERS_OF_REQUEST = 100  # the same as LAYERS, which only a machine with a GPU has
 
 # %% [markdown]
 # <details><summary>提示一：想一想</summary>
@@ -1109,8 +1105,7 @@ for _ in range(3):
         student.define(IN_TURN, "in_turn")(players[which], order).run(1)
         for requested_size in order:
             wants[which] = reference.requested(wants[which], requested_size)
-        for each, w in zip(buffers, wants, strict=True):
-            check.equal(each.read(), w, why="两个 Player 各有各的 x，请求的尺寸也变来变去，结果不对。图记住的是地址：两个 Player 的图是不是混用了？有没有丢掉或重做了请求？")
+    check.equal(np.stack([each.read() for each in buffers]), np.stack(wants), why="两个 Player 各有各的 x，请求的尺寸也变来变去，结果不对。图记住的是地址：两个 Player 的图是不是混用了？有没有丢掉或重做了请求？")
     wants = [each.write(secret.integers(0, 2**32, 4096, dtype=np.uint32)) for each in buffers]
 ### END HIDDEN TESTS
 

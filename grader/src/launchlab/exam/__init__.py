@@ -1,5 +1,18 @@
-"""The exam. In a notebook these names examine the notebook's own kernel (open mode); under
-``nbgrader autograde`` the same test cells run in the examiner, with sealed counterparts."""
+"""The exam: three processes, of which one believes nothing that it did not measure itself.
+
+In a notebook the names below examine the notebook's own kernel (open mode). Under
+``nbgrader autograde`` the same test cells run in the examiner with sealed counterparts.
+
+Who is who, from the inside out:
+
+* `agent`     answers asks in a learner's or the reference's process; never believed
+* `kernel`    one such process, from outside: start, ask, pause, kill; `sandbox` wraps it
+* `party`     translates asks, buffers and handles; in open mode it is this very process
+* `process`   a party in a kernel, with a notebook's cells run in it; started anew after accidents
+* `examine`   the examiner: `Master` (the solution notebook), `Reference` (its process), verdicts
+* `check`     what test cells call; leaves records. `timing` measures, `judge` decides from records
+* `report`, `show`  verdicts as data, and as outputs of a notebook
+"""
 
 import numpy as _np
 

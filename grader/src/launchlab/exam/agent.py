@@ -8,6 +8,7 @@ for the honest learner: it keeps its own names, and it never leaves an error una
 
 from __future__ import annotations
 
+import gc
 import json
 import linecache
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from launchlab.exam.memory import checked
 from launchlab.exam.wire import BufferRef, Ref, decode, encode
 
 TARGET = "launchlab"
@@ -113,8 +115,10 @@ class Agent:
         exec(compile(source, filename, "exec"), namespace)
         return self._keep(namespace[name])
 
-    def _op_repeat(self, target: Any, args: list, kwargs: dict, times: int, sync: bool, read: Any = None) -> Any:
+    def _op_repeat(self, target: Any, args: list, kwargs: dict, times: int, sync: bool, state: Any, start: Any) -> Any:
         launch = self._launcher(self._target(target))
+        if state is not None:
+            self._op_write(state, start)
         if kwargs:
             for _ in range(times):
                 launch(*args, **kwargs)
@@ -123,7 +127,7 @@ class Agent:
                 launch(*args)
         if sync:
             synchronize()
-        return None if read is None else to_host(read)
+        return None if state is None else to_host(state)
 
     def _op_host(self, target: Any) -> np.ndarray:
         return to_host(target)
@@ -164,12 +168,17 @@ class Agent:
         return None
 
     def _op_forget(self) -> None:
-        """Give back what the last exercise left here: objects, and the examiner's memory."""
-        self._objects.clear()
-        for array in self._buffers.values():
-            if isinstance(array.data.mem, sys.modules["cupy"].cuda.UnownedMemory):
-                sys.modules["cupy"].cuda.runtime.ipcCloseMemHandle(array.data.ptr)
-        self._buffers.clear()
+        """Give back what the last exercise left here: objects, newest first, and the examiner's memory."""
+        while self._objects:
+            self._objects.popitem()
+        gc.collect()
+        cupy = sys.modules.get("cupy")
+        while self._buffers:
+            _, array = self._buffers.popitem()
+            if isinstance(array.data.mem, cupy.cuda.UnownedMemory):
+                cupy.cuda.runtime.ipcCloseMemHandle(array.data.ptr)
+        if cupy is not None and cupy.is_available():
+            cupy.get_default_memory_pool().free_all_blocks()
 
 
 def synchronize() -> None:
@@ -198,19 +207,13 @@ def describe_graph(target: Any) -> dict:
     """
     from cuda.bindings import runtime
 
-    def checked(result: tuple) -> tuple:
-        if int(result[0]):
-            raise RuntimeError(f"{result[0].name}")
-        return result[1:]
-
     try:
         graph = runtime.cudaGraph_t(int(getattr(target, "graph", target)))
     except (TypeError, ValueError):
         raise NotAGraph(type(target).__name__) from None
-    (_, count) = checked(runtime.cudaGraphGetNodes(graph, 0))
+    _, count = checked(runtime.cudaGraphGetNodes(graph, 0))
     nodes = list(checked(runtime.cudaGraphGetNodes(graph, count))[0])[:count] if count else []
-    prefix = "cudaGraphNodeType"
-    kinds = [checked(runtime.cudaGraphNodeGetType(node))[0].name.removeprefix(prefix) for node in nodes]
+    kinds = [checked(runtime.cudaGraphNodeGetType(node)).name.removeprefix("cudaGraphNodeType") for node in nodes]
     position = {int(node): index for index, node in enumerate(nodes)}
     # CUDA 13 returns edge data between the ends and the count, CUDA 12 does not: take both by position.
     n_edges = checked(runtime.cudaGraphGetEdges(graph, 0))[-1]

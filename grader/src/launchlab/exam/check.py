@@ -6,16 +6,19 @@ learner: what happened, why, what to try, and never a hidden input.
 
 from __future__ import annotations
 
-import math
-from typing import Any, Callable
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from launchlab.exam import judge, timing
 from launchlab.exam.agent import NotAGraph
-from launchlab.exam.memory import Buffer
-from launchlab.exam.party import PartyError
-from launchlab.exam.remote import Handle
+from launchlab.exam.memory import Buffer, CudaError
+from launchlab.exam.party import PartyError, PartyLost
+from launchlab.exam.remote import Handle, unit
+from launchlab.exam.wire import WireError
 
 NODE_KINDS = {
     "kernels": "Kernel", "memcpys": "Memcpy", "memsets": "Memset", "hosts": "Host", "children": "Graph", "empties": "Empty",
@@ -75,8 +78,8 @@ class Check:
             raised: list[str] = []
         except PartyError as caught:
             raised = caught.info["bases"]
-        except (CheckFailed, ImportError):
-            raise
+        except (CheckFailed, ImportError, PartyLost, CudaError, WireError):
+            raise  # none of them is the code's own refusal
         except Exception as caught:  # noqa: BLE001 - open mode: the learner's own exception
             raised = [base.__name__ for base in type(caught).__mro__]
         self.records.append({"check": "raises", "wanted": error, "raised": raised})
@@ -98,7 +101,7 @@ class Check:
                 raise
             told = None
         if told is None:
-            self.records.append({"check": "nodes", "wanted": counts, "found": {}})
+            self.records.append({"check": "nodes", "wanted": counts, "found": None})
             raise CheckFailed(f"{why or '这里要一张捕获到的图。'}（返回的是 {_word(graph)}，里面没有图；Stream.end_capture() 返回的才是）")
         kinds = told.get("kinds") if type(told) is dict else None
         kinds, edges = (kinds, told.get("edges", [])) if type(kinds) is list else ([], [])
@@ -122,14 +125,25 @@ class Check:
         many times faster than ``best`` is too good to be the work asked for; None for no limit.
         Returns the median of the measured ratios.
         """
-        with timing.exclusive(self._gpu):
-            record = timing.measure(over, work, best, state, at_least, self._secret, ceiling)
+        waiting = time.monotonic()
+        try:
+            with timing.exclusive(self._gpu):
+                party = unit(work)[0]
+                if party.deadline is not None:  # waiting for the GPU is not the learner's time
+                    party.deadline += time.monotonic() - waiting
+                record = timing.measure(over, work, best, state, at_least, self._secret, ceiling)
+        except timing.GpuBusy:
+            raise CannotTell("别的计时考试一直占着 GPU，没有轮到。请稍后再评一次。") from None
         self.records.append(record)
         if record["states_differ"]:
             raise CheckFailed("计时的时候，重放之后的数据和应有的不一样：有几次运行没有真正做完全部的工作。请确认每次重放都在同一块缓冲上推进状态，没有缓存旧结果，也没有漏掉同步。")
         result = judge.speedup(record["attempts"][-1], at_least, ceiling)
-        median = _median(judge.ratios(record["attempts"][-1], "baseline", "candidate"))
+        median = statistics.median(judge.ratios(record["attempts"][-1], "baseline", "candidate"))
         measured = f"实测 {median:.2f} 倍，可信下界 {result['low']:.2f} 倍；门槛 {result['bar']:.2f} 倍；参考实现 {result['best']:.2f} 倍"
+        if result["why"] == "reference":
+            raise CannotTell(f"在这块 GPU 上，参考实现自己也只快 {result['best']:.2f} 倍，无法用来评分。请换一块 GPU，或交给教师处理。")
+        if result["verdict"] == judge.PASSED and judge.disturbed(record):
+            raise CannotTell(f"测量的时候有别的程序在占用 GPU 或 CPU，拖慢了基准，这次的结果不能算数（{measured}）。请确认没有后台线程和没做完的内核，等机器空闲时再测一次。")
         if result["verdict"] == judge.INCONCLUSIVE:
             raise CannotTell(f"测了 {len(record['attempts'])} 轮，噪声仍然太大，无法判断（{measured}）。这不算错：请等机器空闲时再测一次，或交给教师复核。")
         if result["why"] == "too fast":
@@ -138,11 +152,6 @@ class Check:
             raise CheckFailed(f"{why or '还不够快。请确认重放时只做一次图启动，不要在循环里重新捕获或逐个启动。'}（{measured}）")
         self._announce(("达到要求的加速：" if result["credit"] == 1 else "达到一半的要求，得一半分：") + measured)
         return median
-
-
-def _median(values: list[float]) -> float:
-    usable = sorted(v for v in values if not math.isnan(v))
-    return usable[len(usable) // 2] if usable else math.nan
 
 
 def difference(got: Any, want: Any, rel: float, abs: float) -> tuple[str | None, int, int]:

@@ -7,15 +7,17 @@ cells run in a sandboxed kernel, the solution's in another one; both only answer
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
+import os
 import re
 import shutil
 import threading
 import time
+import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-
 
 import nbformat
 import numpy as np
@@ -25,12 +27,11 @@ from launchlab.device import gpu as find_gpu
 from launchlab.exam import judge, sandbox, show
 from launchlab.exam.check import CannotTell, Check, CheckFailed
 from launchlab.exam.kernel import Kernel
-from launchlab.exam.memory import Buffer, CudaError
+from launchlab.exam.memory import Buffer
 from launchlab.exam.party import PartyError, PartyLost
+from launchlab.exam.process import Cell, Process, defines
 from launchlab.exam.remote import Namespace
 from launchlab.exam.report import CheckReport, Report, versions
-from launchlab.exam.student import Cell, Process, defines
-from launchlab.exam.wire import WireError
 from launchlab.manifest import Chapter
 from launchlab.paths import BUILD
 
@@ -84,6 +85,8 @@ def _examine_one(source: str, report: CheckReport, student: Process, master: Mas
         "on_gpu": Buffer, "np": np, "partial": partial, "__name__": "launchlab_test",
     }
     try:
+        if "reference" in source:
+            reference.load()  # on nobody's time
         student.load()
         student.deadline = time.monotonic() + EXERCISE_SECONDS
         exec(compile(source, f"<{report.id}>", "exec"), names)
@@ -96,15 +99,20 @@ def _examine_one(source: str, report: CheckReport, student: Process, master: Mas
         if error.party is reference:  # never the learner's fault
             verdict, reason = judge.INCONCLUSIVE, f"参考实现没能运行（{error}），这道练习没有评分，请教师处理。"
         else:
-            verdict, reason = explain(error, student, master)
-    except (WireError, CudaError) as error:
-        verdict, reason = judge.INCONCLUSIVE, f"考官自己出错了（{error}），这道练习没有评分，请教师处理。"
-    except Exception as error:  # noqa: BLE001 - what the learner's values do to a test cell
-        verdict, reason = judge.FAILED, f"返回值不是要求的样子，检查无法进行（{type(error).__name__}）。请对照函数说明，看返回的类型和形状。"
+            verdict, reason = explain(error, student, master, hidden=_in_hidden_test(error, source, report.id))
+    except Exception as error:  # noqa: BLE001 - a learner's values can do anything to a test cell
+        if _by_the_test(error, report.id):
+            verdict, reason = judge.FAILED, f"返回值不是要求的样子，检查无法进行（{type(error).__name__}）。请对照函数说明，看返回的类型和形状。"
+        else:
+            verdict, reason = judge.INCONCLUSIVE, f"考官自己出错了（{type(error).__name__}: {error}），这道练习没有评分，请教师处理。"
     aftermath = _aftermath(student)
     if aftermath and verdict in (judge.PASSED, judge.FAILED):
         verdict, reason = aftermath
-    reference.forget()
+    try:
+        reference.forget()
+        reference.probe()
+    except (PartyError, PartyLost):
+        reference.close()
     if verdict != judge.PASSED and judge.recompute(check.records, report.points)[0] != verdict:
         # Something other than a check decided: keep that on record, so that it can be recomputed too.
         check.records.insert(0, {"check": "stopped", "verdict": verdict})
@@ -114,6 +122,12 @@ def _examine_one(source: str, report: CheckReport, student: Process, master: Mas
     if report.verdict == judge.PASSED and report.score < report.points:
         report.reason = "部分通过：加速达到要求的一半。"
     report.seconds = round(time.monotonic() - started, 3)
+
+
+def _by_the_test(error: Exception, test: str) -> bool:
+    """Whether ``error`` arose in the test cell's own lines, or in NumPy: from values, not from the examiner."""
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    return last == f"<{test}>" or f"{os.sep}numpy{os.sep}" in last
 
 
 def _aftermath(student: Process) -> tuple[str, str] | None:
@@ -135,25 +149,37 @@ def _aftermath(student: Process) -> tuple[str, str] | None:
     return None
 
 
-def explain(error: Exception, student: Process, master: Master) -> tuple[str, str]:
-    """Verdict and reason (Chinese) for what the learner's process raised or did."""
+def _in_hidden_test(error: Exception, source: str, name: str) -> bool:
+    """Whether a test cell's ``source`` raised ``error`` from its hidden part."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == f"<{name}>"]
+    before = "\n".join(source.split("\n")[: lines[0]]) if lines else source
+    return before.rfind("### BEGIN HIDDEN TESTS") > before.rfind("### END HIDDEN TESTS")
+
+
+def explain(error: Exception, student: Process, master: Master, hidden: bool) -> tuple[str, str]:
+    """Verdict and reason (Chinese) for what the learner's process raised or did.
+
+    The words of an exception are the learner's, who may have put the arguments of the call into
+    them: of a ``hidden`` call only that is told which stands in the notebooks anyway.
+    """
     if isinstance(error, PartyLost):
         if error.timed_out:
             return judge.TIMED_OUT, f"{error}。可能有停不下来的循环或内核，也可能在等待输入。进程已重新启动，不影响其他练习。"
         return judge.CRASHED, f"{error}。进程已重新启动，不影响其他练习。"
     info = error.info
-    if info["type"] == "NameError":
-        name = re.sub(r"^name '(\w+)'.*$", r"\1", info["message"])
+    written = "\n".join([*(cell.source for cell in student.cells), *(cell.source for cell in master.notebook.cells)])
+    name = re.sub(r"^name '(\w+)'.*$", r"\1", info["message"])
+    if info["type"] == "NameError" and re.search(rf"\b{re.escape(name)}\b", written):
         missing = student.why_missing(name)
         if missing:
             return missing
         if any(defines(source, name) for source in master.demos):
             return judge.FAILED, f"{name} 定义在演示单元里，评分时不运行演示单元。请把用到的代码写进自己的答题单元。"
         return judge.FAILED, f"没有找到 {name}。请不要改函数名，也不要删掉给定的单元；自己用到的库要在自己的单元里导入。"
-    if info["type"] == "NotImplementedError":
+    if info["type"] == "NotImplementedError" and info["message"] in written:
         return judge.FAILED, f"还没有作答：{info['message']}"
-    where = f"，出错的一行：{info['line']}" if info["line"] else ""
-    what = "" if info["own"] else f"：{info['message'][:200]}"
+    what = "" if info["own"] or hidden or not info["message"] else f"：{info['message'][:200]}"
+    where = f"，出错的一行：{info['line']}" if info["line"] and info["line"] in written else ""
     return judge.FAILED, f"调用你的函数时抛出 {info['type']}{what}{where}"
 
 
@@ -189,10 +215,21 @@ class Master:
         key = hashlib.sha256(f"{chapter.solution}\n{text}".encode()).hexdigest()
         with cls._lock:
             if key not in cls._known:
-                for old in cls._known.values():
-                    old.reference.close()
-                cls._known = {key: cls(chapter, text)}
+                cls._end_all()
+                cls._known[key] = cls(chapter, text)
             return cls._known[key]
+
+    @classmethod
+    def dismiss(cls) -> None:
+        """End of a class: let go of the reference's process and its GPU memory."""
+        with cls._lock:
+            cls._end_all()
+
+    @classmethod
+    def _end_all(cls) -> None:
+        while cls._known:
+            _, old = cls._known.popitem()
+            old.reference.close()
 
     def cells_to_run(self, nb: NotebookNode) -> list[Cell]:
         """Code cells for a process: neither tests nor demonstrations, nor, without a GPU, what needs one."""
@@ -220,15 +257,18 @@ class Reference:
             pool = ThreadPoolExecutor(1, thread_name_prefix="reference")
             self._starting = pool.submit(self.process.load)
             pool.shutdown(wait=False)
-            atexit.register(self.close)
 
     def keep_cache(self) -> None:
         """Leave the kernels it compiled for the processes that start after it."""
         cache = self.process.cupy_cache
         if cache is not None and cache.is_dir():
-            shutil.copytree(cache, self._master.cupy_cache, dirs_exist_ok=True)
+            with contextlib.suppress(OSError):  # written at this very moment, say: the next exam keeps it
+                shutil.copytree(cache, self._master.cupy_cache, dirs_exist_ok=True)
 
     def close(self) -> None:
+        """End the process, once it has finished starting: its sockets are its thread's until then."""
+        if self._starting is not None:
+            self._starting.exception()
         self.process.close()
 
 
@@ -236,6 +276,7 @@ def _is_test(cell: NotebookNode, master: Master) -> bool:
     return cell.cell_type == "code" and cell.metadata.get("nbgrader", {}).get("grade_id") in master.tests
 
 
+atexit.register(Master.dismiss)
 _works: list[bool] = []
 
 

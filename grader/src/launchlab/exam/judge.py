@@ -15,6 +15,8 @@ from typing import Any
 PAIRS = 21
 RANK = 5  # the RANK-th smallest and largest of PAIRS bound the median
 FLOOR = 1.2  # no bar is lower: less cannot be told from noise on a busy machine
+LEAST_GAIN = 1.5  # of the reference itself: a bar of 1.2 must lie clearly below it
+DISTURBED = 1.5  # times the quiet baseline: someone slowed it down while it was measured
 SHARE = 0.5  # of the reference's own gain in the same exam
 TOO_FAST = 2.0  # times the reference's own speed: the work asked for cannot have been done
 
@@ -33,15 +35,18 @@ def slope(samples: list[list[float]]) -> float:
     return value if value > 0 else math.nan
 
 
-def guarded_slope(samples: list[list[float]], trusted: list[list[float]]) -> float:
-    """`slope` of an untrusted party, whose short sample may have been stretched on purpose.
+def cost(sample: list[float], trusted: list[list[float]]) -> float:
+    """Seconds per run of an untrusted party, from one sample ``[runs, seconds]``.
 
-    A slow short sample would make the slope look small. It is taken for no longer than the
-    trusted party's short sample (which holds the cost of asking) plus the candidate's own
-    average time for as many runs.
+    A second, shorter sample of its own could be stretched on purpose, to make a slope look
+    small. What asking costs is taken from the ``trusted`` party's two samples instead; where
+    that leaves nothing, asking is counted in: never less than a run took.
     """
-    (few, short), (many, long) = samples
-    return slope([[few, min(short, trusted[0][1] + few * long / many)], [many, long]])
+    (few, short), _ = trusted
+    runs, seconds = sample
+    asking = short - few * slope(trusted)
+    value = (seconds - max(0.0, asking)) / runs if not math.isnan(asking) else math.nan
+    return value if value > 0 else seconds / runs
 
 
 def bounds(ratios: list[float]) -> tuple[float, float]:
@@ -52,26 +57,19 @@ def bounds(ratios: list[float]) -> tuple[float, float]:
     return low[rank - 1], high[-rank]
 
 
-def at_most(samples: list[list[float]]) -> float:
-    """Seconds per run, asking included: never less than a run took, however small the slope came out."""
-    return samples[1][1] / samples[1][0]
-
-
 def ratios(rounds: list[dict], over: str, under: str) -> list[float]:
     """Per round: time of ``over`` by time of ``under`` (keys of a round: "baseline", "candidate", "best")."""
 
     def seconds(r: dict, name: str) -> float:
-        if name != "candidate":
-            return slope(r[name])
-        value = guarded_slope(r[name], r["best"])
-        return at_most(r[name]) if math.isnan(value) else value
+        return cost(r[name], r["best"]) if name == "candidate" else slope(r[name])
 
     return [seconds(r, over) / seconds(r, under) for r in rounds]
 
 
 def speedup(rounds: list[dict], at_least: float, ceiling: float | None = TOO_FAST) -> dict[str, Any]:
-    """Judge one set of rounds.
+    """Judge one set of rounds: each a dict of ``baseline`` and ``best`` (two samples each) and ``candidate`` (one).
 
+    A sample is ``[runs, seconds]``.
     ``at_least``: the ratio asked for. The bar in force is never above half of what the
     reference reached in the same rounds, and never below `FLOOR`; half of the credit is
     given half of the way. Returns verdict, credit (0, 0.5 or 1), bar, and the bounds of the
@@ -81,9 +79,9 @@ def speedup(rounds: list[dict], at_least: float, ceiling: float | None = TOO_FAS
     low, high = bounds(ratios(rounds, "baseline", "candidate"))
     best_ratios = [r for r in ratios(rounds, "baseline", "best") if not math.isnan(r)]
     best = statistics.median(best_ratios) if best_ratios else math.nan
-    faster_low, _ = bounds([slope(r["best"]) / at_most(r["candidate"]) for r in rounds])
+    faster_low, _ = bounds([slope(r["best"]) * r["candidate"][0] / r["candidate"][1] for r in rounds])
     result = {"low": low, "high": high, "best": best, "against_best": faster_low, "credit": 0.0}
-    if math.isnan(best) or best < FLOOR:
+    if math.isnan(best) or best < LEAST_GAIN:
         return result | {"verdict": INCONCLUSIVE, "bar": FLOOR, "why": "reference"}
     bar = max(FLOOR, min(at_least, best * SHARE))
     result["bar"] = bar
@@ -95,6 +93,17 @@ def speedup(rounds: list[dict], at_least: float, ceiling: float | None = TOO_FAS
     if sure != possible:
         return result | {"verdict": INCONCLUSIVE, "why": "noise"}
     return result | {"verdict": PASSED if sure else FAILED, "credit": sure, "why": "measured"}
+
+
+def disturbed(record: dict) -> bool:
+    """Whether the baseline ran clearly slower in the rounds than it does with the learner's process at rest.
+
+    ``record["quiet"]``: samples of the baseline taken afterwards, while nothing else was running.
+    """
+    during = [slope(r["baseline"]) for r in record["attempts"][-1]]
+    quiet = [slope(samples) for samples in record["quiet"]]
+    during, quiet = ([value for value in values if not math.isnan(value)] for values in (during, quiet))
+    return not during or not quiet or statistics.median(during) > DISTURBED * statistics.median(quiet)
 
 
 def recompute(records: list[dict], points: float) -> tuple[str, float | None]:
@@ -125,11 +134,15 @@ def _judge(record: dict) -> tuple[str, float]:
         case "raises":
             ok = record["wanted"] in record["raised"]
         case "nodes":
-            ok = all(record["found"].get(key, 0) == count for key, count in record["wanted"].items())
+            ok = record["found"] is not None and all(record["found"].get(key, 0) == count for key, count in record["wanted"].items())
         case "speedup":
             if record["states_differ"]:
                 return FAILED, 0.0
+            if not record["attempts"] or len(record["attempts"][-1]) != PAIRS:
+                raise ValueError("a speed-up is judged on a full set of rounds")
             result = speedup(record["attempts"][-1], record["at_least"], record["ceiling"])
+            if result["verdict"] == PASSED and disturbed(record):
+                return INCONCLUSIVE, 0.0
             return result["verdict"], result["credit"]
         case "stopped":
             if record["verdict"] == PASSED:

@@ -7,6 +7,7 @@ is data to be cut to size, never to be believed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -15,10 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty
-from typing import Any, Callable
+from typing import Any
 
 from jupyter_client import BlockingKernelClient
 from jupyter_client.connect import write_connection_file
@@ -33,12 +35,13 @@ PICTURE_CHARACTERS = 4 << 20  # kept of one cell's pictures
 # Beside text. No HTML, no SVG: they may hold a script, and teachers open these pages.
 PICTURES = ("image/png", "image/jpeg")
 OUTPUT_FLOOD = 256 << 20  # bytes of output after which a cell is stopped
+STOP_SECONDS = 1.0  # for a process and all that it started to come to rest
 LARGEST_FILE = 4 << 30  # bytes of a file that a student's process may write
 # Limits are set by the shell before it becomes the kernel, so that everything started from there has them.
 # Data pages are limited, not address space, of which CUDA reserves more than there is memory. If memory
 # runs out all the same, this process is to go first, not the examiner.
 LIMITS = 'echo 1000 >/proc/self/oom_score_adj; ulimit -d "$1"; ulimit -f "$2"; shift 2; exec "$@"'
-PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
+PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CONDA_PREFIX", "OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 
 
 class KernelDied(Exception):
@@ -68,8 +71,19 @@ class Kernel:
     """
 
     def __init__(self, *, given: Path | None = None, own: Path | None = None, sandboxed: bool, cupy_cache: Path | None = None):
-        # A short path: Unix sockets allow about 100 characters.
-        self.folder = Path(tempfile.mkdtemp(prefix="ll-"))
+        sweep()
+        # A short path: Unix sockets allow about 100 characters. The process id tells whose it is.
+        self.folder = Path(tempfile.mkdtemp(prefix=f"ll-{os.getpid()}-"))
+        self.process: subprocess.Popen | None = None
+        self.client: BlockingKernelClient | None = None
+        try:
+            self._prepare(given, own, cupy_cache)
+            self._start(sandboxed)
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(self, given: Path | None, own: Path | None, cupy_cache: Path | None) -> None:
         self.work = self.folder / "work"
         self.work.mkdir()
         if own is not None:
@@ -84,11 +98,12 @@ class Kernel:
         self.cupy_cache = cache
         self._comm_open = False
         self._number = 0
-        self._start(sandboxed)
 
     def _start(self, sandboxed: bool) -> None:
         connection = self.folder / "k.json"
         write_connection_file(str(connection), ip=str(self.folder / "s"), transport="ipc", key=os.urandom(16).hex().encode())
+        if "PYTHONPATH" in os.environ:  # relative entries would mean another folder there
+            os.environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in os.environ["PYTHONPATH"].split(os.pathsep) if entry)
         home = self.folder / "home"
         home.mkdir()
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
@@ -101,6 +116,9 @@ class Kernel:
         command = [sys.executable, "-m", "ipykernel_launcher", "-f", str(connection), "--HistoryManager.enabled=False"]
         if sandboxed:
             command = sandbox.wrap(command, self.folder, environment)
+        else:
+            # ipykernel then ends by itself when the examiner does, however that ends.
+            environment["JPY_PARENT_PID"] = str(os.getpid())
         command = ["/bin/sh", "-c", LIMITS, "limits", str(memory_limit() >> 10), str(LARGEST_FILE >> 9), *command]
         self.process = subprocess.Popen(
             command, cwd=self.work, env=environment, start_new_session=True,
@@ -117,7 +135,7 @@ class Kernel:
         deadline = time.monotonic() + seconds
         self.client.kernel_info()
         self._shell_reply(None, deadline)
-        result = self.run_cell("import os as _o; _o.chdir({!r}); from launchlab.exam.agent import serve as _s; _s(get_ipython()); del _s, _o".format(str(self.work)), max(1.0, deadline - time.monotonic()), silent=True)
+        result = self.run_cell(f"import os as _o; _o.chdir({str(self.work)!r}); from launchlab.exam.agent import serve as _s; _s(get_ipython()); del _s, _o", max(1.0, deadline - time.monotonic()), silent=True)
         if result.error:
             raise KernelDied(f"考试代理没能启动：{result.error}: {result.message}")
 
@@ -135,7 +153,7 @@ class Kernel:
             except Empty:
                 self._check_alive()
             except Exception:  # noqa: BLE001 - unsigned, sent twice, no JSON: whatever jupyter_client makes of it
-                continue
+                self._check_alive()
             else:
                 parts = (message.get("header"), message.get("parent_header"), message.get("content"))
                 if all(type(part) is dict for part in parts) and type(message.get("msg_type")) is str:
@@ -196,9 +214,19 @@ class Kernel:
                 continue
 
     def pause(self) -> None:
-        """Stop the process and all it started, so that it can neither work nor disturb."""
-        for pid in self._family():
-            _signal(pid, signal.SIGSTOP)
+        """Stop the process and all it started, so that it can neither work nor disturb.
+
+        Raises `KernelDied` if some of it keeps running: a family that forks on, say.
+        """
+        until = time.monotonic() + STOP_SECONDS
+        while time.monotonic() < until:
+            family = self._family()
+            for pid in family:
+                _signal(pid, signal.SIGSTOP)
+            if all(_is_stopped(pid) for pid in family) and self._family() == family:
+                return
+            time.sleep(0.0002)  # threads come to rest one by one
+        raise KernelDied("计时的时候，它的进程不肯停下来")
 
     def resume(self) -> None:
         """Let a paused process go on."""
@@ -217,13 +245,33 @@ class Kernel:
 
     def close(self) -> None:
         """Kill the process and all it started, and remove its folder."""
-        self.client.stop_channels()
         try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self.process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
+            if self.process is not None:
+                for pid in self._family():
+                    _signal(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.process.pid, signal.SIGKILL)
+                with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs keeps it
+                    self.process.wait(timeout=30)
+            if self.client is not None:
+                self.client.stop_channels()
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def sweep() -> None:
+    """Remove folders of examiners that were killed before they could."""
+    for folder in Path(tempfile.gettempdir()).glob("ll-*-*"):
+        owner = folder.name.split("-")[1]
+        if owner.isdecimal() and not Path("/proc", owner).exists() and Path("/proc/self").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "TtZX"
+    except OSError:
+        return True
 
 
 def _ignore(*patterns: str) -> Callable[[str, list[str]], set[str]]:

@@ -80,8 +80,8 @@ class Buffer:
         if self.party is not None and self.party is not party:
             raise ValueError("a buffer belongs to one party; make another one with on_gpu()")
         if self.party is None:
-            self.party = party
             self.id = party.lend(self)
+            self.party = party
             self.write(self._initial)
         return self.id
 

@@ -43,6 +43,7 @@ class Party:
         self._buffers: list[Buffer] = []
         self._lent = 0
         self.used = False
+        self.generation = 0  # counts restarts: numbers of handles begin anew with each
 
     def exchange(self, request: dict, blobs: list[bytes], seconds: float) -> tuple[Any, list[bytes]]:
         raise NotImplementedError
@@ -66,6 +67,8 @@ class Party:
         if isinstance(value, Handle):
             if value.party is not self:
                 raise WireError("a handle of another process cannot be passed here")
+            if value.generation != self.generation:
+                raise PartyLost("进程已经重新启动，先前得到的对象不在了", self)
             return Ref(value.id, value.kind)
         if isinstance(value, Buffer):
             return BufferRef(value.bind(self))
@@ -90,10 +93,13 @@ class Party:
         if block is not None:
             try:
                 self.ask("lend", **fields, handle=block.handle())
-                buffer.block = block
+                buffer.block, block = block, None
                 return number
             except (PartyError, CudaError):
-                block.free()
+                pass  # no IPC between the two: staged
+            finally:
+                if block is not None:
+                    block.free()
         self.ask("lend", **fields, handle=None)
         return number
 

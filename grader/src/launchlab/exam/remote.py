@@ -47,7 +47,7 @@ class Handle:
     """An object of the other process: a graph, an array, a function, an engine …"""
 
     def __init__(self, party: Party, number: int, kind: str):
-        self.party, self.id, self.kind = party, number, kind
+        self.party, self.id, self.kind, self.generation = party, number, kind, party.generation
 
     @property
     def target(self) -> Handle:
@@ -94,8 +94,10 @@ def unit(work: Any) -> tuple[Party, Any, list, dict]:
     return work.party, work.target, args, kwargs
 
 
-def repeat(work: Any, times: int, *, sync: bool = True, read: Any = None, seconds: float | None = None) -> Any:
-    """Run ``work`` ``times`` times there; with ``sync`` wait for the device; ``read``: a buffer to return."""
+def repeat(work: Any, times: int, *, sync: bool = True, state: Any = None, start: Any = None) -> Any:
+    """Run ``work`` ``times`` times there; with ``sync`` wait for the device.
+
+    ``state``, ``start``: a staged buffer, set to ``start`` before the runs and returned after them.
+    """
     party, target, args, kwargs = unit(work)
-    more = {} if seconds is None else {"seconds": seconds}
-    return party.ask("repeat", target=target, args=args, kwargs=kwargs, times=int(times), sync=sync, read=read, **more)
+    return party.ask("repeat", target=target, args=args, kwargs=kwargs, times=int(times), sync=sync, state=state, start=start)

@@ -1,24 +1,24 @@
 """Measuring a speed-up from outside: rounds of baseline, candidate and reference, interleaved.
 
-The clock is the examiner's. Each of the three is asked for a few runs and for many; the
-slope between the two is the time of one run, end to end with a device-wide sync. Counts
-differ from round to round and are secret, and after every round the state that the
-candidate advanced must equal, byte for byte, the state that the reference advanced by as
-many runs: the time of work that was not done is never counted.
+The clock is the examiner's. A sample is a number of runs and the seconds from the writing of
+a fresh start state to the reading of the state that the runs left. What asking costs is taken
+away by the difference between a short and a long sample of the trusted sides. The candidate
+gives one sample a round, and is proved in each: its bytes must equal those that the reference
+made of the same start by as many runs. The time of work that was not done is never counted.
 
 While the others are measured, the candidate's process is stopped: it can neither work ahead
-nor slow them down. Its state is drawn and written when its own turn begins.
+nor slow them down. Work that it left on the GPU shows against the baseline measured at rest.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -26,68 +26,83 @@ from launchlab.exam.judge import INCONCLUSIVE, PAIRS, TOO_FAST, speedup
 from launchlab.exam.memory import Buffer
 from launchlab.exam.remote import repeat, unit
 
-SEGMENT_SECONDS = 0.012  # of the longer sample: some ten times the jitter of an ask
+SEGMENT_SECONDS = 0.012  # of a long sample: some ten times the jitter of an ask
 ATTEMPTS = 3
-MOST_RUNS = 4000
+LEAST_RUNS, MOST_RUNS = 8, 4000  # of a long sample, beyond those of the short one
 WARM_RUNS = 3
+QUIET_SECONDS = 0.15  # for work left on the GPU to run out
+QUIET_SAMPLES = 5
+LOCK_SECONDS = 600.0
+
+
+class GpuBusy(Exception):
+    """Another timed exam kept the GPU for too long."""
 
 
 @contextlib.contextmanager
 def exclusive(gpu: str) -> Iterator[None]:
-    """Hold the GPU's lock: one timed exam at a time on each, across processes and users."""
+    """Hold the lock of the GPU named ``gpu``: one timed exam at a time on it, across processes and users."""
+    import fcntl  # not on Windows, where a chapter can still be read
+
     name = "".join(c if c.isalnum() else "-" for c in gpu)
     path = Path(tempfile.gettempdir()) / f"launchlab-{name}.lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        with contextlib.suppress(OSError):
-            os.chmod(path, 0o666)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        os.chmod(path, 0o666)  # whatever the umask: graders of several users share it
+    try:
+        until = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > until:
+                    raise GpuBusy from None
+                time.sleep(0.05)
         yield
     finally:
         os.close(descriptor)
 
 
 class Lane:
-    """One of the three sides of a measurement: what to run, and the state it advances."""
+    """One of the three sides of a measurement: what to run, and the state it advances (None: not looked at)."""
 
     def __init__(self, work: Any, state: Buffer | None):
         self.work, self.state = work, state
         self.party = unit(work)[0]
         self.bytes = b""
 
-    def time(self, runs: int) -> float:
-        """Seconds that ``runs`` runs took, asked from here and synchronised there.
+    def sample(self, runs: int, start: np.ndarray | None = None) -> list[float]:
+        """``[runs, seconds]``: write ``start``, run ``runs`` times, synchronise, read. The bytes read stay in ``bytes``.
 
-        Where the state is staged its bytes come back inside the measured time: an answer
-        given before the work was done would be an answer with the wrong bytes.
+        Writing and reading lie within the measured time: nobody can begin early, and an
+        answer given before the work was done would be an answer with the wrong bytes.
         """
-        staged = self.state is not None and self.state.party is not None and self.state.block is None
-        start = time.perf_counter()
-        value = repeat(self.work, runs, read=self.state if staged else None)
-        elapsed = time.perf_counter() - start
-        if self.state is not None:
-            # Read at once: memory of the examiner's own shows what had been done by now.
-            self.bytes = (self.state.shaped(value) if staged else self.state.read()).tobytes()
-        return elapsed
-
-    def turn(self, start: np.ndarray | None, few: int, many: int) -> list[list[float]]:
-        """A short and a long sample, ``[[few, seconds], [many, seconds]]``, from state ``start``."""
-        self.party.resume()
-        try:
-            if self.state is not None:
-                self.state.write(start)
-            return [[few, self.time(few)], [many, self.time(many)]]
-        finally:
-            self.party.pause()
+        state, staged = self.state, False
+        if state is not None and start is not None:
+            state.bind(self.party)
+            staged = state.block is None
+        begin = time.perf_counter()
+        if state is None or start is None:
+            repeat(self.work, runs)
+        elif staged:
+            self.bytes = state.shaped(repeat(self.work, runs, state=state, start=start)).tobytes()
+        else:
+            state.write(start)
+            repeat(self.work, runs)
+            self.bytes = state.read().tobytes()
+        return [runs, time.perf_counter() - begin]
 
     def calibrate(self) -> int:
         """How many runs fill about `SEGMENT_SECONDS`."""
-        self.time(WARM_RUNS)
+        self.sample(WARM_RUNS)
         runs = 4
         while True:
-            seconds = self.time(runs)
+            _, seconds = self.sample(runs)
             if seconds > SEGMENT_SECONDS / 2 or runs >= MOST_RUNS:
-                return max(4, min(MOST_RUNS, round(runs * SEGMENT_SECONDS / seconds)))
+                return max(LEAST_RUNS, min(MOST_RUNS, round(runs * SEGMENT_SECONDS / seconds)))
             runs *= 4
 
 
@@ -95,13 +110,14 @@ def measure(baseline: Any, candidate: Any, best: Any, state: tuple[Buffer, Buffe
             secret: np.random.Generator, ceiling: float | None = TOO_FAST) -> dict[str, Any]:
     """Measure until the verdict is sure, at most `ATTEMPTS` times.
 
-    Returns the record of a speed-up check: ``attempts`` (a list of lists of rounds; each round
-    holds ``[[runs, seconds], [runs, seconds]]`` under "baseline", "candidate" and "best"),
-    ``states_differ`` (rounds whose bytes differed), ``at_least``, ``ceiling``.
+    Returns the record of a speed-up check: ``attempts`` (a list of lists of rounds; a round
+    holds two samples ``[runs, seconds]`` under "baseline" and "best" each, and one under
+    "candidate"), ``quiet`` (pairs of samples of the baseline with the learner's process at
+    rest), ``states_differ`` (rounds whose bytes differed), ``at_least``, ``ceiling``.
     """
     lanes = {"baseline": Lane(baseline, None), "candidate": Lane(candidate, state[0]), "best": Lane(best, state[1])}
-    record: dict[str, Any] = {"check": "speedup", "at_least": at_least, "ceiling": ceiling, "states_differ": 0, "attempts": []}
-    lanes["candidate"].time(WARM_RUNS)
+    record: dict[str, Any] = {"check": "speedup", "at_least": at_least, "ceiling": ceiling, "states_differ": 0, "attempts": [], "quiet": []}
+    lanes["candidate"].sample(WARM_RUNS)
     learner = lanes["candidate"].party
     learner.pause()
     try:
@@ -113,14 +129,27 @@ def measure(baseline: Any, candidate: Any, best: Any, state: tuple[Buffer, Buffe
                 start = secret.integers(0, 256, state[0].nbytes, dtype=np.uint8).view(state[0].dtype)
                 few = int(secret.integers(1, 4))
                 many = few + common + int(secret.integers(0, 1 + common // 4))
-                counts = {"baseline": few + own, "candidate": many, "best": many}
                 order = ("baseline", "candidate", "best")
-                rounds.append({name: lanes[name].turn(start, few, counts[name]) for name in (order if number % 2 == 0 else reversed(order))})
+                measured = {}
+                for name in order if number % 2 == 0 else reversed(order):
+                    if name == "baseline":
+                        measured[name] = [lanes[name].sample(few), lanes[name].sample(few + own)]
+                    elif name == "best":
+                        measured[name] = [lanes[name].sample(few, start), lanes[name].sample(many, start)]
+                    else:
+                        learner.resume()
+                        lanes[name].sample(0)  # awake, and no clock running yet
+                        measured[name] = lanes[name].sample(many, start)
+                        learner.pause()
+                rounds.append(measured)
                 if lanes["candidate"].bytes != lanes["best"].bytes:
                     record["states_differ"] += 1
                     return record
             if speedup(rounds, at_least, ceiling)["verdict"] != INCONCLUSIVE:
                 break
+        time.sleep(QUIET_SECONDS)
+        for _ in range(QUIET_SAMPLES):
+            record["quiet"].append([lanes["baseline"].sample(few), lanes["baseline"].sample(few + own)])
     finally:
         learner.resume()
     return record

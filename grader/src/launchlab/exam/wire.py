@@ -8,8 +8,9 @@ end of the line runs a learner's code: a reply can only ever become plain data.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
 
@@ -114,7 +115,8 @@ def _array(data: dict, blobs: list[bytes]) -> np.ndarray:
         raise WireError("not a shape")
     if not 0 <= index < len(blobs):
         raise WireError("missing bytes")
+    data_bytes, blobs[index] = blobs[index], b""  # each blob once: a message must not grow by decoding
     try:
-        return np.frombuffer(bytes(blobs[index]), np.dtype(dtype)).reshape(shape).copy()
+        return np.frombuffer(bytes(data_bytes), np.dtype(dtype)).reshape(shape).copy()
     except (ValueError, TypeError) as error:
         raise WireError(f"bytes do not fill the array: {error}") from None

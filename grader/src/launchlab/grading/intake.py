@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell
 
 from launchlab.course import gradebook
 from launchlab.course.release import pristine
+from launchlab.exam.examine import Master
 from launchlab.manifest import chapter
 from launchlab.paths import BUILD
 
@@ -79,9 +81,7 @@ def graft(data: bytes, release: NotebookNode) -> tuple[NotebookNode, list[str]]:
             place[owner] = piece
     last: str | None = None
     for owner, piece in owners:
-        if owner in tests.values():
-            last = owner
-        elif owner is not None and place[owner] is piece:
+        if owner in tests.values() or (owner is not None and place[owner] is piece):
             last = owner
         else:
             after.setdefault(last, []).append(piece)
@@ -191,7 +191,7 @@ class IntakeExporter(NotebookExporter):
         super().__init__(*args, **kwargs)
         converter = self.parent
         self.coursedir = converter.coursedir
-        _take_turn(self.log)
+        _turn.take(self)
         gradebook.ensure(self.coursedir.assignment_id, self.coursedir)
         self._release = pristine(chapter(self.coursedir.assignment_id))
         submitted = self.coursedir.format_path(self.coursedir.submitted_directory, self.coursedir.student_id, self.coursedir.assignment_id)
@@ -209,7 +209,7 @@ class IntakeExporter(NotebookExporter):
             nb, notes = graft(_read(Path(filename)), release)
         except Refused as error:
             nb, notes = refusal(release, str(error)), [str(error)]
-        except Exception:  # noqa: BLE001 - one submission must never stop a class
+        except Exception:
             self.log.exception("intake of %s failed", filename)
             reason = "读取这份提交时出了意外的错误，请教师查看日志。"
             nb, notes = refusal(release, reason), [reason]
@@ -275,18 +275,37 @@ def _finished(folder: Path) -> bool:
         return False
 
 
-_turn: list[int] = []
+class _Turn:
+    """The course's grading lock: one grader at a time. Held as long as an exporter of this process lives.
+
+    A process that goes on after grading, as formgrader's server does, thus lets others have their
+    turn, and lets go of the reference's process and its GPU memory.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor: int | None = None
+        self._holders = 0
+
+    def take(self, holder: IntakeExporter) -> None:
+        """Wait for another process's turn to end, and hold the lock for ``holder``."""
+        if self._descriptor is None:
+            BUILD.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(BUILD / "grading.lock", os.O_RDWR | os.O_CREAT, 0o664)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                holder.log.warning("另一个评分进程正在运行，等它结束……")
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            self._descriptor = descriptor
+        self._holders += 1
+        weakref.finalize(holder, self._leave)
+
+    def _leave(self) -> None:
+        self._holders -= 1
+        if not self._holders:
+            Master.dismiss()
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
-def _take_turn(log: Any) -> None:
-    """Hold the course's grading lock until this process ends; wait for another grader's turn to end."""
-    if _turn:
-        return
-    BUILD.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(BUILD / "grading.lock", os.O_RDWR | os.O_CREAT, 0o664)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        log.warning("另一个评分进程正在运行，等它结束……")
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    _turn.append(descriptor)
+_turn = _Turn()

@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 from launchlab.exam.judge import CRASHED, FAILED, TIMED_OUT
 from launchlab.exam.kernel import CellResult, Kernel, KernelDied, KernelTimeout
@@ -61,18 +62,27 @@ class Process(Party):
         with self._loading:
             if self._kernel is not None:
                 return
-            until = time.monotonic() + LOAD_SECONDS
-            for _ in range(RESTARTS):
-                self._kernel = self._make_kernel()
-                try:
-                    self._kernel.wait_ready()
-                except (KernelDied, KernelTimeout) as error:
-                    self.close()
-                    raise PartyLost(f"内核没能启动（{error}）", self) from None
-                if all(self._ran(cell, until) for cell in self.cells if cell.index not in self.deadly):
-                    return
+            # An exercise's deadline is not for loading: cells have their own.
+            deadline, self.deadline = self.deadline, None
+            try:
+                self._load(time.monotonic() + LOAD_SECONDS)
+            except BaseException:
                 self.close()
-            raise PartyLost("代码一再让进程崩溃，无法继续", self)
+                raise
+            finally:
+                self.deadline = deadline
+
+    def _load(self, until: float) -> None:
+        for _ in range(RESTARTS):
+            self._kernel = self._make_kernel()
+            try:
+                self._kernel.wait_ready()
+            except (KernelDied, KernelTimeout) as error:
+                raise PartyLost(f"内核没能启动（{error}）", self) from None
+            if all(self._ran(cell, until) for cell in self.cells if cell.index not in self.deadly):
+                return
+            self.close()
+        raise PartyLost("代码一再让进程崩溃，无法继续", self)
 
     def _ran(self, cell: Cell, until: float) -> bool:
         """Run one cell; False if the process must be started anew without it."""
@@ -119,7 +129,11 @@ class Process(Party):
 
     def pause(self) -> None:
         if self._kernel is not None:
-            self._kernel.pause()
+            try:
+                self._kernel.pause()
+            except KernelDied as error:
+                self.close()
+                raise PartyLost(str(error), self) from None
 
     def resume(self) -> None:
         if self._kernel is not None:
@@ -136,13 +150,16 @@ class Process(Party):
 
     def close(self) -> None:
         """End the process; the next ask starts it anew."""
-        if self._kernel is not None:
-            self._kernel.close()
-            self._kernel = None
-            self.used = False
-        for buffer in self._buffers:
-            buffer.free()
-        self._buffers.clear()
+        kernel, self._kernel = self._kernel, None
+        self.used = False
+        self.generation += 1
+        try:
+            if kernel is not None:
+                kernel.close()
+        finally:
+            for buffer in self._buffers:
+                buffer.free()
+            self._buffers.clear()
 
     def why_missing(self, name: str) -> tuple[str, str] | None:
         """(verdict, reason) if a cell that defines ``name`` did not run well."""
