@@ -30,9 +30,9 @@ POINTS = {"test_total_us": 2.0, "test_advance": 3.0, "test_longest_path": 3.0}
 SHORT = """
 import importlib as _importlib
 
-_party, _remote, _student = (_importlib.import_module("launchlab.exam." + _name) for _name in ("party", "remote", "student"))
-_student.CELL_SECONDS, _student.LOAD_SECONDS, _remote.BUILD_SECONDS = 10.0, 60.0, 8.0
-_party.Party.ask.__kwdefaults__["seconds"] = 8.0
+_party, _process, _remote = (_importlib.import_module("launchlab.exam." + _name) for _name in ("party", "process", "remote"))
+_process.CELL_SECONDS, _process.LOAD_SECONDS, _remote.BUILD_SECONDS = 8.0, 60.0, 6.0
+_party.Party.ask.__kwdefaults__["seconds"] = 6.0
 """
 
 

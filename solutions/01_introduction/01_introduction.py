@@ -48,7 +48,7 @@ lab.here()
 #
 # - **说出了你的 GPU**：一切就绪。
 # - **说没有 GPU，而你确实没有**：也没关系。需要 GPU 的单元会显示一行说明，其余的照常运行；
-#   仓库里 `solutions/` 的解答附有在真实 GPU 上录下的输出，可以对着读（练习的答案也在那里，先自己做）。
+#   仓库里 `solutions/` 下的同名笔记本附有在真实 GPU 上录下的输出，可以对着读（练习的答案也在里面，先自己做）。
 # - **说没有 GPU，而你明明有**：打开一个终端（菜单：文件 → 新建 → 终端），在仓库的根目录（能看到 `grader` 文件夹的那一层）运行
 #
 #   ```
@@ -315,6 +315,9 @@ lab.say(
 # 下图里，CPU 只忙了一次，后面的次序由 GPU 自己照图执行，空隙通常小得多，看上面那两个百分数。
 #
 # 开头那个谜，答案多半就在这里：GPU 再快一倍，蓝条短一半，可橙条一点没变。
+# 模型越大（内核越多）、推理越频繁，这笔账就越不能忽视。
+#
+# **动手改一改**：把 `launch_spin(2, i)` 的两处 2 都改成 20，再运行一遍。先猜：蓝条之间还有空隙吗？
 #
 # ### 一次启动里有什么
 #
@@ -754,7 +757,7 @@ lab.say("\n".join(lines), measured=False)
 # ## 练习
 #
 # 三道练习，共 10 分。可以用前面**给定单元**里的名字：`np`、`partial`、`cp`、`stream`、`BLOCK`、`LAYERS`、
-# `mix`、`layer`、`spin`、`launch_chain`、`launch_spin`、`record`，以及 NumPy 版的 `scrambled`、`mixed`、`layered`。
+# `mix`、`layer`、`spin`、`launch_chain`、`launch_spin`、`record`，以及 NumPy 版的 `scrambled`、`mixed`、`layered`。练习三还会给出 `request`、`requested` 和 `in_turn`。
 # 演示单元里的名字，评分时不存在。
 #
 # ### 练习一：预测总时间（3 分，不需要 GPU）
@@ -826,7 +829,9 @@ def predict(launch_us, kernels_us, graph_us):
 
 
 # %% test="predict" kind="answer" points=3
-one_by_one_us, as_graph_us = student.predict(5, [2, 12, 3], 4)
+both_us = student.predict(5, [2, 12, 3], 4)
+check.that(isinstance(both_us, (list, tuple)) and len(both_us) == 2, why="predict 要返回两个数：逐个启动的时刻，用图的时刻。")
+one_by_one_us, as_graph_us = both_us
 check.equal(one_by_one_us, 25, abs=1e-6, why="这就是图上画的例子，逐个启动应当在 25 µs 做完。对照图，看第 2、第 3 个内核各在等谁。")
 check.equal(as_graph_us, 21, abs=1e-6, why="这就是图上画的例子，用图应当在 21 µs 做完：一次图启动 4，加上 GPU 的 2 + 12 + 3。")
 one_by_one_us, as_graph_us = student.predict(5, [12, 2, 3], 4)
@@ -902,7 +907,7 @@ lab.say(
 )
 
 # %% [markdown]
-# 虚线左边，启动比内核久，逐个启动的线几乎是平的：时间由 CPU 决定，GPU 快慢无所谓。右边，内核比启动久，两条线靠拢：图再也省不下多少。
+# 虚线左边（如果有），启动比内核久，逐个启动的线几乎是平的：时间由 CPU 决定，GPU 快慢无所谓。右边，内核比启动久，两条线靠拢：图再也省不下多少。
 #
 # 模型当然不是全部：它没有算最后的等待，也没有算逐个启动时内核与内核之间的间隙。差多少，以你自己的图为准。
 # 《内核启动开销分析》一章会把它拟合得更细。
@@ -957,7 +962,7 @@ def run_layers(x, y, n, queue):
 
 # %% test="run_layers" kind="structure" points=3 tags=["gpu"]
 queue = student.value("stream")
-given = np.arange(1000, dtype=np.uint32)
+given = np.arange(7, 1007, dtype=np.uint32)
 front, back_buffer = on_gpu(given), on_gpu(np.zeros_like(given))
 check.equal(student.run_layers(front, back_buffer, 1, queue), reference.layered(given, 1), why="做一层，返回的数组不对。1000 不是 256 的整数倍，最后那几个元素有线程吗？返回的是写好的那一块吗？")
 check.equal(front.read(), given, why="只做一层时 x 是输入，不应当被改写：第 1 层从 x 读，往 y 写。")
@@ -1029,12 +1034,23 @@ def request(x, size):
 
 
 # %% [markdown]
-# `x[:size]` 是视图（view）：不拷贝，只是“从 `x` 的地址开始的 `size` 个元素”。正确答案用 NumPy 写是这样：
+# `x[:size]` 是视图（view）：不拷贝，只是“从 `x` 的地址开始的 `size` 个元素”。下面是 NumPy 版的正确答案，
+# 和一个测试要用的小工具：`in_turn(player, [512, 1024])` 返回一个函数，调用它一次，就依次处理这些尺寸的请求。
 
 # %%
 def requested(x, size):
     """Return x (numpy uint32, 1-D) after one request of that size; x stays as it is."""
     return np.concatenate([mixed(x[:size], LAYERS), x[size:]])
+
+
+def in_turn(serve, sizes, *before):
+    """Return a function of no arguments; a call of it serves requests of these sizes, one after the other."""
+
+    def work():
+        for size in sizes:
+            serve(*before, size)
+
+    return work
 
 
 # %% [markdown]
@@ -1075,22 +1091,14 @@ class Player:
 
 
 # %% test="Player_result" kind="structure" points=2 tags=["gpu"]
-# in_turn(serve, sizes) returns a function: one call serves requests of these sizes, one after the other.
-IN_TURN = """
-def in_turn(serve, sizes, *before):
-    def work():
-        for size in sizes:
-            serve(*before, size)
-    return work
-"""
 want = np.arange(1024, dtype=np.uint32)
 served = on_gpu(want)
 player = student.Player(served)
 check.equal(served.read(), want, why="还没有请求，x 就变了。Player(x) 只做准备。")
-student.define(IN_TURN, "in_turn")(player, [512]).run(1)
+student.in_turn(player, [512]).run(1)
 want = reference.requested(want, 512)
-check.equal(served.read(), want, why="第一个请求的结果不对。捕获只记录、不执行，录完以后还要重放一次；也不要又逐个启动、又重放。")
-student.define(IN_TURN, "in_turn")(player, [512, 1024, 512]).run(1)
+check.equal(served.read(), want, why="第一个请求的结果不对。捕获只记录、不执行，录完以后还要重放一次，也不要又逐个启动、又重放；只有前 size 个元素该变。")
+student.in_turn(player, [512, 1024, 512]).run(1)
 for requested_size in (512, 1024, 512):
     want = reference.requested(want, requested_size)
 check.equal(served.read(), want, why="换了尺寸，结果不对。一张图只认捕获时的尺寸：每种尺寸要有自己的图。")
@@ -1102,7 +1110,7 @@ players = [student.Player(b) for b in buffers]
 for _ in range(3):
     for which in (0, 1):
         order = [several[int(k)] for k in secret.integers(0, 4, 5)]
-        student.define(IN_TURN, "in_turn")(players[which], order).run(1)
+        student.in_turn(players[which], order).run(1)
         for requested_size in order:
             wants[which] = reference.requested(wants[which], requested_size)
     check.equal(np.stack([each.read() for each in buffers]), np.stack(wants), why="两个 Player 各有各的 x，请求的尺寸也变来变去，结果不对。图记住的是地址：两个 Player 的图是不是混用了？有没有丢掉或重做了请求？")
@@ -1110,20 +1118,13 @@ for _ in range(3):
 ### END HIDDEN TESTS
 
 # %% test="Player_speed" kind="speedup" points=2 tags=["gpu"]
-IN_TURN = """
-def in_turn(serve, sizes, *before):
-    def work():
-        for size in sizes:
-            serve(*before, size)
-    return work
-"""
 TURNS = [1024, 4096]
 initial = secret.integers(0, 2**32, 4096, dtype=np.uint32)
 theirs, base, own = on_gpu(initial), on_gpu(initial), on_gpu(initial)
 check.speedup(
-    student.define(IN_TURN, "in_turn")(student.Player(theirs), TURNS),
-    over=reference.define(IN_TURN, "in_turn")(reference.value("request"), TURNS, base),
-    best=reference.define(IN_TURN, "in_turn")(reference.Player(own), TURNS),
+    student.in_turn(student.Player(theirs), TURNS),
+    over=reference.in_turn(reference.value("request"), TURNS, base),
+    best=reference.in_turn(reference.Player(own), TURNS),
     state=(theirs, own),
     at_least=2.0,
     why="还不够快。两种尺寸轮流来，每个请求应当只有一次图启动：是不是每次都在捕获？是不是只留着最近一种尺寸的图，换回来又要重录？",
@@ -1132,7 +1133,7 @@ check.speedup(
 want = theirs.write(secret.integers(0, 2**32, 4096, dtype=np.uint32))
 runs = int(secret.integers(2, 9))
 again = student.Player(theirs)
-student.define(IN_TURN, "in_turn")(again, TURNS * runs).run(1)
+student.in_turn(again, TURNS * runs).run(1)
 for requested_size in TURNS * runs:
     want = reference.requested(want, requested_size)
 check.equal(theirs.read(), want, why="计时以后换一份数据再处理，结果不对：快，但没有做完该做的工作。")

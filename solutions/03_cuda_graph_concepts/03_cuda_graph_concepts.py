@@ -476,7 +476,7 @@ print("10 次重放用的都是捕获时的 5：", np.array_equal(xs.get(), expe
 # 捕获时什么都没有真正执行，所以“等它做完”没有意义。那么“现在就要一块显存”呢？
 # 讲义点名了几个：`cudaStreamSynchronize`、`cudaDeviceSynchronize`、`cudaMalloc`；并说 `cudaMalloc` 可以换成 `cudaMallocAsync`。
 #
-# 逐个试：每次开始一次捕获，做一个操作，再结束捕获，把两处的返回码都记下来。`cudaMalloc` 在最严和最宽的模式下各试一次。
+# 逐个试：每次开始一次捕获，做一个操作，再结束捕获，把两处的返回码都记下来。`cudaMalloc` 在最严和最宽松的模式下各试一次。
 
 # %% tags=["demo", "gpu"]
 RELAXED = cudart.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
@@ -589,7 +589,8 @@ def driver_chain(n):
         for pointer in pointers:
             driver.cuLaunchKernel(function, blocks, 1, 1, BLOCK, 1, 1, 0, queue, pointer, 0)
 
-    lab.check_cuda(driver.cuLaunchKernel(function, blocks, 1, 1, BLOCK, 1, 1, 0, queue, pointers[0], 0))  # launch() does not look
+    # launch() has no time to look at errors: look once, here.
+    lab.check_cuda(driver.cuLaunchKernel(function, blocks, 1, 1, BLOCK, 1, 1, 0, queue, pointers[0], 0))
     return launch
 
 
@@ -913,7 +914,7 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# 走势对得上，数值是近似的。内核较长时，实测多半还比规则多省一点：图里相邻节点之间的间隙通常更短，规则把它忽略不计。
+# 走势大体对得上，数值是近似的。内核较长时，实测多半还比规则多省一点：图里相邻节点之间的间隙通常更短，规则把它忽略不计。
 # 判断值不值得，这样的精度够用了。拿它去看常见的任务：
 #
 # | 任务 | 为什么适合或不适合 |
@@ -1131,7 +1132,7 @@ free = [free_bytes()]
 for n in (200, 1000, 4000):
     batches.append(batch_of_graphs(n))
     free.append(free_bytes())
-    rows.append(f"再造 20 张 {n} 个节点的图")
+    rows.append(f"造 20 张 {n} 个节点的图")
 batches.clear()
 free.append(free_bytes())
 rows.append("全部销毁")

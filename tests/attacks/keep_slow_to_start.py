@@ -4,7 +4,7 @@
 # %% before="total_us"
 import time
 
-time.sleep(4)
+time.sleep(3)
 
 # %% solution="total_us"
 from functools import lru_cache
@@ -12,7 +12,7 @@ from functools import lru_cache
 
 @lru_cache(None)
 def prepared():
-    time.sleep(3)
+    time.sleep(2)
     return max
 
 

@@ -220,7 +220,7 @@ def describe_graph(target: Any) -> dict:
     edges = []
     if n_edges:
         result = checked(runtime.cudaGraphGetEdges(graph, n_edges))
-        edges = [[position[int(a)], position[int(b)]] for a, b in zip(result[0], result[1])][:n_edges]
+        edges = [[position[int(a)], position[int(b)]] for a, b in zip(result[0], result[1], strict=True)][:n_edges]
     return {"kinds": kinds, "edges": edges}
 
 

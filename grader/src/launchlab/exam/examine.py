@@ -18,6 +18,7 @@ import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import nbformat
 import numpy as np
@@ -178,6 +179,8 @@ def explain(error: Exception, student: Process, master: Master, hidden: bool) ->
         return judge.FAILED, f"没有找到 {name}。请不要改函数名，也不要删掉给定的单元；自己用到的库要在自己的单元里导入。"
     if info["type"] == "NotImplementedError" and info["message"] in written:
         return judge.FAILED, f"还没有作答：{info['message']}"
+    if info["type"] == "WireError":
+        return judge.FAILED, "返回的值无法读取：太大、嵌套太深，或者不是普通数据。请对照函数说明，看返回的类型和形状。"
     what = "" if info["own"] or hidden or not info["message"] else f"：{info['message'][:200]}"
     where = f"，出错的一行：{info['line']}" if info["line"] and info["line"] in written else ""
     return judge.FAILED, f"调用你的函数时抛出 {info['type']}{what}{where}"
@@ -197,7 +200,7 @@ class Test:
 class Master:
     """The solution notebook: what is to be tested, what to run, and the reference's process. Kept warm for a class."""
 
-    _known: dict[str, Master] = {}
+    _known: ClassVar[dict[str, Master]] = {}
     _lock = threading.Lock()
 
     def __init__(self, chapter: Chapter, text: str):

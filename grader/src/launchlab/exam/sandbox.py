@@ -48,7 +48,7 @@ def wrap(command: list[str], folder: Path, environment: dict[str, str]) -> list[
         elif path.exists():
             bwrap += ["--ro-bind", entry, entry]
     bwrap += ["--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
-    for device in sorted(Path("/dev").glob("nvidia*")) + [Path("/dev/dxg")]:
+    for device in [*sorted(Path("/dev").glob("nvidia*")), Path("/dev/dxg")]:
         bwrap += ["--dev-bind-try", str(device), str(device)]
     for path in python_paths():
         if not any(path.is_relative_to(entry) for entry in SYSTEM):
