@@ -851,10 +851,14 @@ def eighths(low, high, size):
     return [float(v) / 8 for v in secret.integers(low * 8, high * 8, size)]
 
 
-drawn = [(eighths(2, 12, 1)[0], eighths(low, high, int(secret.integers(8, 40))), eighths(1, 30, 1)[0]) for low, high in ((0, 2), (20, 60), (0, 20), (0, 20))]
-drawn += [(case[0], kernels + [400.0], case[2]) for case in drawn[:1] for kernels in (case[1], case[1][::-1])]
-drawn += [(launch, [400.0] + kernels, graph) for launch, kernels, graph in drawn[:1]]
-drawn += [(launch, kernels[:5] + [90.0] + kernels[5:], graph) for launch, kernels, graph in drawn[:1]]
+def case_of(kernels):
+    return eighths(2, 12, 1)[0], kernels, eighths(1, 30, 1)[0]
+
+
+# All short, all long, mixed; then one long kernel first, last and in between.
+drawn = [case_of(eighths(low, high, int(secret.integers(8, 40)))) for low, high in ((0, 2), (20, 60), (0, 20), (0, 20))]
+tiny = eighths(0, 2, 20)
+drawn += [case_of([*tiny[:k], 90.0, *tiny[k:]]) for k in (0, 7, 20)]
 check.equal([student.predict(*case)[0] for case in drawn], [rule(*case)[0] for case in drawn], abs=1e-6, why="换一串长短不一的内核，逐个启动的时间就不对了。每个内核都要比较“何时交到”和“前一个何时做完”，不能只看总和、平均值或最大值。")
 check.equal([student.predict(*case)[1] for case in drawn], [rule(*case)[1] for case in drawn], abs=1e-6, why="换一组数字，用图的时间就不对了：一次 graph_us，加上全部内核的时间。")
 check.equal(student.predict(6.5, [0.25], 9), (6.75, 9.25), abs=1e-6, why="只有一个内核时不对：它也要先交到，再执行。")
@@ -969,15 +973,16 @@ check.equal(front.read(), given, why="只做一层时 x 是输入，不应当被
 check.equal(student.run_layers(front, back_buffer, 2, queue), reference.layered(given, 2), why="做两层，返回的数组不对。第 2 层读的是第 1 层的输出吗？序号是 0、1 吗？两层以后，结果在哪一块里？")
 check.equal(back_buffer.read(), reference.layered(given, 1), why="做完两层以后，y 里应当留着第 1 层的输出。两块缓冲要轮流读写。")
 ### BEGIN HIDDEN TESTS
-sizes = [int(secret.integers(2, 256)), 256 * int(secret.integers(2, 9)), int(secret.integers(9, 20)) * 256 + int(secret.integers(1, 256)), 1]
-for size, n in zip(sizes, (2 * int(secret.integers(2, 9)), 2 * int(secret.integers(2, 9)) + 1, 2 * int(secret.integers(2, 9)) + 1, 3), strict=True):
-    given = secret.integers(0, 2**32, size, dtype=np.uint32)
+even, odd = 2 * int(secret.integers(2, 9)), 2 * int(secret.integers(2, 9)) + 1
+short, whole, uneven = int(secret.integers(2, 256)), 256 * int(secret.integers(2, 9)), 256 * int(secret.integers(9, 20)) + int(secret.integers(1, 256))
+for length, depth in ((short, even), (whole, odd), (uneven, even), (uneven, odd), (1, 3)):
+    given = secret.integers(0, 2**32, length, dtype=np.uint32)
     front, back_buffer = on_gpu(given), on_gpu(np.zeros_like(given))
     back_buffer.poison()
-    check.equal(student.run_layers(front, back_buffer, n, queue), reference.layered(given, n), why="换了数组的长度或层数，返回的结果不对。块数向上取整了吗？size 传的是元素个数吗？层数是奇数和偶数时，返回的都是最后写的那一块吗？")
-    last, before_last = (back_buffer, front) if n % 2 else (front, back_buffer)
+    check.equal(student.run_layers(front, back_buffer, depth, queue), reference.layered(given, depth), why="换了数组的长度或层数，返回的结果不对。块数向上取整了吗？size 传的是元素个数吗？层数是奇数和偶数时，返回的都是最后写的那一块吗？")
+    last, before_last = (back_buffer, front) if depth % 2 else (front, back_buffer)
     both = np.stack([last.read(), before_last.read()])
-    check.equal(both, np.stack([reference.layered(given, k) for k in (n, n - 1)]), why="返回的数组是对的，可 x 和 y 里不是最后两层的输出：请直接用这两块缓冲轮流读写，不要新建数组，也不要拷贝。")
+    check.equal(both, np.stack([reference.layered(given, k) for k in (depth, depth - 1)]), why="返回的数组是对的，可 x 和 y 里不是最后两层的输出：请直接用这两块缓冲轮流读写，不要新建数组，也不要拷贝。")
 # Whatever lands on the stream given is recorded here, whatever does not, or waits, shows.
 RECORDED = """
 def recorded(run, x, y, n):
@@ -997,15 +1002,15 @@ def recorded(run, x, y, n):
     except cupy.cuda.runtime.CUDARuntimeError:
         return None
 """
-size, n = int(secret.integers(300, 2000)), int(secret.integers(4, 12))
-given = secret.integers(0, 2**32, size, dtype=np.uint32)
+length, depth = int(secret.integers(300, 2000)), int(secret.integers(4, 12))
+given = secret.integers(0, 2**32, length, dtype=np.uint32)
 front, back_buffer = on_gpu(given), on_gpu(np.zeros_like(given))
-chain_found = student.define(RECORDED, "recorded")(student.value("run_layers"), front, back_buffer, n)
+chain_found = student.define(RECORDED, "recorded")(student.value("run_layers"), front, back_buffer, depth)
 check.that(chain_found is not None, why="把另一条流传给 run_layers，并让它处于捕获状态，就出错了：函数里是不是等待了 GPU（synchronize、get），或者新建、拷贝了数组？这道题只要求把任务交出去。")
-check.nodes(chain_found, kernels=n, total=n, edges=n - 1, why="在参数给的那条流里，没有正好看到 n 次启动。有的启动是不是放进了别的流（例如全局的 stream，或默认流）？或者多做了拷贝？")
+check.nodes(chain_found, kernels=depth, total=depth, edges=depth - 1, why="在参数给的那条流里，没有正好看到 n 次启动。有的启动是不是放进了别的流（例如全局的 stream，或默认流）？或者多做了拷贝？")
 check.equal(front.read(), given, why="有工作没有放进参数给的那条流，自己先执行了。")
 chain_found.run(1)
-check.equal((back_buffer if n % 2 else front).read(), reference.layered(given, n), why="放进参数给的那条流以后，结果不对。")
+check.equal((back_buffer if depth % 2 else front).read(), reference.layered(given, depth), why="放进参数给的那条流以后，结果不对。")
 ### END HIDDEN TESTS
 
 # %% [markdown]

@@ -18,7 +18,7 @@
 #
 # **时间**：约 75 分钟，其中四道练习约 35 分钟。
 #
-# 带“演示”性质的单元只做实验，评分时不运行；本章会在练习前列出评分时可以用的名字。
+# 演示单元只做实验，评分时不运行；练习开头会列出评分时可以用的名字。
 
 # %%
 import numpy as np
@@ -31,7 +31,7 @@ lab.here()
 # %% [markdown]
 # 上面最后一行导入的五个名字是评分用的，读懂练习的测试单元时才会碰到，现在不用管。
 #
-# 下面是本章的三个小内核（kernel，在 GPU 上运行的函数）和启动它们的函数，先混个眼熟：
+# 下面是本章的三个小内核（kernel，在 GPU 上运行的函数）和启动它们的函数，先认识一下：
 #
 # - `mix`：把数组里的每个 32 位整数“搅拌”一轮。漏做一轮、多做一轮、换了顺序，结果都会不同，适合用来验证该做的真的做了。
 # - `spin`：每个 block 空转一段给定的时间。我们事先就知道它该花多久，所以它是检验钟表的标准件。
@@ -140,8 +140,8 @@ def mixed(x, n, first=0):
 # `mix((blocks,), (BLOCK,), …)` 里的前两个参数，说的是派多少人、怎么分组：
 #
 # - 最小的干活单位是线程（thread），每 32 个线程捆成一个 warp，步调一致地执行；
-# - 若干线程组成一个线程块（block），本课程直接写 block；
-# - 一次启动的全部 block 叫网格（grid）。
+# - 若干线程组成一个线程块，本章直接写 block；
+# - 一次启动的全部 block 组成网格。
 #
 # GPU 这一边，干活的地方叫 SM（streaming multiprocessor，流式多处理器），一块 GPU 有几个到一百多个。分配的规矩只有三条：
 #
@@ -270,7 +270,7 @@ took = {
 }
 
 fig, ax = plt.subplots()
-ax.step(counts, np.ceil(counts / step) * WAVE_US, where="post", color="#999999", label="波数 × 每个 block 的时间")
+ax.step(counts, np.ceil(counts / step) * WAVE_US, where="post", color="#999999", marker="", label="波数 × 每个 block 的时间")
 ax.plot(counts, list(took.values()), linestyle="", label="实测")
 ax.set_xlabel("block 数量")
 ax.set_ylabel("从提交到做完（µs）")
@@ -306,7 +306,7 @@ def fill_gpu(us):
 
     The work goes to `stream`, which should be idle, as should the GPU. Returns as soon as the GPU has reached it.
     """
-    reached = cp.cuda.Event(disable_timing=True)
+    reached = cp.cuda.Event(disable_timing=True)  # a mark in the stream; this one keeps no time stamp
     with stream:
         reached.record()
         launch_spin(us, FULL_GRID, FULL_THREADS)
@@ -771,38 +771,11 @@ lab.say(f"最省的是“{cheapest}”，每轮 {per_round[cheapest]:.1f} µs；
 # %% [markdown]
 # 这些差别全在 CPU 上，GPU 执行的 `mix` 内核是同一个（数组表达式除外）。内核短的时候，GPU 在等的就是这段时间。
 #
-# ### 每次启动都是一次系统调用吗
+# 《课程导入》查过账：这段时间通常不是系统调用，而是 Python、CuPy 和驱动里一条条普通的指令。
+# 驱动把命令写进一块 GPU 也看得见的队列，再“按一下门铃”（写一个硬件寄存器），GPU 就来取。
 #
-# 课程最初的讲义说，每个内核的启动都要 CPU 发起一次系统调用。操作系统会分别记下一个线程在用户态和内核态（系统调用就在那里执行）花的 CPU 时间，
-# 所以可以查账：启动很多次，看内核态占几成。
-
-# %% tags=["demo", "gpu"]
-import resource
-
-
-def cpu_seconds():
-    usage = resource.getrusage(resource.RUSAGE_THREAD)
-    return np.array([usage.ru_utime, usage.ru_stime])
-
-
-spent = np.zeros(2)
-for _ in range(200):
-    device.synchronize()  # outside the account
-    before_launches = cpu_seconds()
-    eager_chain(x, ROUNDS)
-    spent += cpu_seconds() - before_launches
-device.synchronize()
-share = spent[1] / spent.sum()
-verdict = (
-    "绝大部分都在用户态：驱动把命令写进一块映射到进程里的队列，再“按一下门铃”（写一个硬件寄存器）通知 GPU，平常并不陷入操作系统。"
-    if share < 0.2
-    else "这台机器上有相当一部分在内核态：虚拟机、WSL 和较旧的驱动会这样，每次启动也因此更贵。"
-)
-lab.say(f"{200 * ROUNDS} 次启动共用去 CPU {spent.sum() * 1000:.0f} ms，其中内核态占 **{share:.0%}**。{verdict}")
-
-# %% [markdown]
-# 无论记在谁的账上，CPU 为一次启动付出的时间就叫启动开销（launch overhead）。它可以靠少做准备工作来减小，
-# 也可以靠少启动几次来减小；后者是《CUDA 图优化概念》的主题。
+# CPU 为一次启动付出的时间，叫启动开销（launch overhead）。它可以靠少做准备工作来减小，也可以靠少启动几次来减小；
+# 后者是《CUDA 图优化概念》的主题。
 
 # %% [markdown]
 # ## 经得起追问的计时
@@ -934,7 +907,7 @@ lab.say(
 # ### 轮流上场
 #
 # 机器会变：温度升高，频率下降，邻居开工。把“变慢”做成看得见的：每量一次，工作都比上一次长一点点，从头到尾共长 40%。
-# B 其实比 A 快 10%。先量完 A 再量 B，与按 A B B A 的次序轮流，结论一样吗？
+# B 的时间其实比 A 少 10%。先量完 A 再量 B，与按 A B B A 的次序轮流，结论一样吗？
 
 # %% tags=["demo", "gpu"]
 def under_drift(order):
@@ -956,13 +929,14 @@ for ax, (name, order) in zip(axes, ORDERS.items(), strict=True):
     ax.set_title(name)
     ax.set_xlabel("第几次")
 axes[0].set_ylabel("端到端时间（µs）")
+axes[0].set_ylim(400, 900)
 axes[1].legend()
 plt.show()
 lab.say(lab.table(("次序", "A 的时间 ÷ B 的时间", "结论"), rows) + f"\n\n按内核本身的长度，这个比值应当接近 {1 / 0.9:.2f}。")
 
 # %% [markdown]
 # A B B A 的妙处在于：A 和 B 的平均位置相同，匀速的漂移对两边一样多，正好抵消。`lab.compare_us(a, b)` 用的就是这种次序，
-# 还会给出每一对的比值的中位数（`.ratio`）。
+# 还会给出每一对的比值的中位数（`.ratio`）；`clock=` 选哪块表（`"submit"` 或 `"end_to_end"`），`pairs=` 说量多少对。
 #
 # ### 你量的是内核，还是 Python
 #
@@ -1254,7 +1228,8 @@ def invented(order, a, b, share=0.01, cold="", hiccup=None, stall=None):
 
 SPECIAL = [
     ("A 和 B 的长短差得多时，判断没预热要和同一方比，不能和全体比。", [invented("ABBAABBA", 100, 320), invented("BAABBAAB", 900, 120), invented("AABAABAABAA", 50, 160), invented("BBABBABBABB", 200, 60)]),
-    ("冷的可能是 A，可能是 B，也可能两边都冷；卡顿若不在第一次，就不算没预热。", [invented("ABBAABBA", 100, 100, cold="B"), invented("BAABBAAB", 100, 90, cold="AB"), invented("ABBAABBA", 100, 80, hiccup=4), invented("ABBAABBA", 70, 80, cold="A")]),
+    ("冷的可能是 A，可能是 B，也可能两边都冷；卡顿若不在第一次，就不算没预热。", [invented("ABBAABBA", 100, 100, cold="B"), invented("BAABBAAB", 100, 90, cold="AB"), invented("ABBAABBA", 100, 80, hiccup=4), {"order": "ABBAABBA", "us": [310.0, 82.0, 80.0, 104.0, 2900.0, 79.0, 81.0, 98.0], "wait_us": [1.0] * 8}]),
+    ("10% 比的是两个中位数：每一次停表后的等待都差不多长时，不能因为 B 很短就算没等 GPU。", [{"order": "ABBAABBA", "us": [400.0, 11.0, 9.0, 410.0, 390.0, 10.0, 9.5, 405.0], "wait_us": [10.0, 9.0, 10.0, 11.0, 10.0, 9.5, 10.0, 10.5]}]),
     ("一次特别长的等待或一次卡顿，不应当改变“没等 GPU”的判断：要用中位数。", [invented("ABBAABBA", 100, 80, stall=3), invented("ABBAABBA", 100, 50, share=0.3, hiccup=5), invented("BABAABBA", 200, 60, share=9.0, hiccup=3)]),
     ("一边倒不一定是整整齐齐的两半；交替或成对轮流则不算。", [invented("AAABAABBABBB", 90, 100), invented("BBBBABBAAAAA", 90, 100), invented("ABABABAB", 90, 100), invented("AABBBBAABBAAAABB", 90, 100), invented("BABBAABA", 90, 100)]),
     ("几种毛病一起出现时，按题目的次序报告第一个；倍数仍要修正。", [invented("AAAAABBBBB", 90, 100, share=5.0), invented("BBBBAAAA", 90, 100, cold="AB"), invented("ABBAABBA", 300, 100, share=2.0, cold="AB")]),
@@ -1525,6 +1500,8 @@ def make_launcher(us, where="own", wait="", launches=1, before_us=0, after_us=0,
     return launch
 '''
 make_launcher = student.define(LAUNCHERS, "make_launcher")
+student.is_async(make_launcher(us=50))
+check.equal(student.value("stream").get("done"), True, why="你的函数返回以后，stream 上还有没做完的工作：返回之前要让 GPU 恢复空闲。")
 GROUPS = [
     ("内核很短的时候判断错了。等你去看的时候，短内核可能已经碰巧做完：要让它在一段时间里无法开始。",
      [{"us": 20}, {"us": 20, "wait": "stream"}, {"us": 50}, {"us": 50, "wait": "event"}, {"us": 1000}, {"us": 1000, "wait": "stream"}]),
@@ -1548,13 +1525,16 @@ for reason, planted in GROUPS:
 # 第 `i` 次（从 0 数起）的参数是 `x` 的地址、序号 `i`、`x.size`，与 `mix` 的三个参数一一对应。要求：
 #
 # - `function` 是内核的 `CUfunction` 句柄，一个整数，例如下面的 `MIX_FUNCTION`。评分时会换别的内核，参数的形式相同；
-# - 全部启动都放进 `stream`，每个 block 是 `BLOCK` 个线程，block 数刚好盖住 `x`；
+# - 全部启动都放进 `stream`，每个 block 是 `BLOCK` 个线程，block 数像 `launch_mix` 那样向上取整，刚好盖住 `x`；
 # - `prepare` 本身什么也不启动；`run` 只启动，不等待；
 # - 参数事先打包好，并且一直有人保管：`run` 可能在很久以后才被调用，也可能被调用很多次；
 # - 可以先后准备好几个 `run`，互不干扰。
 #
+# 参数如果没人保管，驱动抄走的就是垃圾：轻则结果不对，重则报非法地址（illegal address，错误码 700）。
+# 出了 700，这个进程的 CUDA 就不能再用了：先重启 Jupyter 的内核，再改代码。
+#
 # 速度：`n = 64`、`x` 有 4096 个元素时，`run` 的时间不超过 `array_chain` 的三分之一。计时用评分者的时钟，
-# 端到端（从提交到整个设备同步），两边轮流上场；如果参考实现在这台机器上还不到 6 倍，门槛降为它的一半（不低于 1.2 倍）。
+# 端到端（从提交到整个设备同步），两边轮流上场；如果参考实现在这台机器上还不到 6 倍，门槛降为它的一半（不低于 1.2 倍）；加速只走完一半路的，给一半分。
 # 内核必须真的一个一个启动 `n` 次：比参考实现快一倍以上，会被当作没有做完。（下一章的 CUDA 图，留到下一章再用。）
 
 # %% tags=["gpu"]
@@ -1736,7 +1716,7 @@ check.equal(speed_x.read(), again, why="计时以后换一份数据再运行，�
 # | 启动函数返回，就是做完了 | 返回只表示交出去了；要看结果先同步 |
 # | 拷贝真慢 | 拷贝在等前面的内核；先同步再分别计时 |
 # | 名字带 `Async` 就不会等 | 目的地是锁页内存才放心；库的封装也可能偷偷同步 |
-# | 每次启动都是一次系统调用 | 查一查账：通常绝大部分时间在用户态，贵在一层层的准备工作 |
+# | 启动的价钱是固定的 | 同一个内核，层数少、参数事先打好包，CPU 就省力；数组表达式一行可能是好几次启动 |
 # | 多开几条流就能并行 | 流只是允许并行；填满的 GPU 谁也插不进去 |
 # | 每步都同步，更保险 | 同一条流本来就有先后；同步只留给 CPU 要看数据的时候 |
 # | 事件最准 | 事件只看 GPU 经过两个记号的时刻；CPU 的力气它看不见 |

@@ -79,7 +79,7 @@ def speedup(rounds: list[dict], at_least: float, ceiling: float | None = TOO_FAS
     low, high = bounds(ratios(rounds, "baseline", "candidate"))
     best_ratios = [r for r in ratios(rounds, "baseline", "best") if not math.isnan(r)]
     best = statistics.median(best_ratios) if best_ratios else math.nan
-    faster_low, _ = bounds([slope(r["best"]) * r["candidate"][0] / r["candidate"][1] for r in rounds])
+    faster_low, _ = bounds(ratios(rounds, "best", "candidate"))
     result = {"low": low, "high": high, "best": best, "against_best": faster_low, "credit": 0.0}
     if math.isnan(best) or best < LEAST_GAIN:
         return result | {"verdict": INCONCLUSIVE, "bar": FLOOR, "why": "reference"}

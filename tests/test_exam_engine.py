@@ -1,0 +1,421 @@
+"""The exam's own parts: from samples to verdicts, the wire, comparisons, and what is measured of whom."""
+
+import json
+import math
+import types
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from launchlab.exam import judge, timing, wire
+from launchlab.exam.check import CannotTell, Check, CheckFailed, difference
+from launchlab.exam.memory import Buffer
+from launchlab.exam.party import Party
+from launchlab.exam.remote import Handle
+
+QUICK = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+# --- order statistics ------------------------------------------------------------------------------
+
+
+def test_the_rank_is_what_the_text_claims():
+    """By the binomial itself: fewer than RANK of PAIRS below the median, with 99.6 % either side."""
+    tail = sum(math.comb(judge.PAIRS, k) for k in range(judge.RANK)) / 2**judge.PAIRS
+    assert round(1 - tail, 3) == 0.996
+    assert 1 - sum(math.comb(judge.PAIRS, k) for k in range(judge.RANK + 2)) / 2**judge.PAIRS < 0.97  # control: two ranks more
+
+
+@QUICK
+@given(st.permutations(range(judge.PAIRS)))
+def test_bounds_are_the_fifth_from_either_end(order):
+    values = [float(v) for v in order]
+    assert judge.bounds(values) == (judge.RANK - 1, judge.PAIRS - judge.RANK)
+    assert judge.bounds([v if v >= judge.RANK - 1 else math.nan for v in values])[0] == judge.RANK - 1
+    # NaN counts for the worst on either side.
+    assert judge.bounds([v if v >= judge.RANK else math.nan for v in values]) == (0.0, math.inf)
+
+
+def test_bounds_hold_in_practice():
+    rng = np.random.default_rng(1)
+    inside = [low <= 1.0 <= high for low, high in (judge.bounds(list(rng.lognormal(0, 0.7, judge.PAIRS))) for _ in range(2000))]
+    assert 0.985 < np.mean(inside) < 1.0
+
+
+# --- pass and fail rates on made-up samples ----------------------------------------------------------
+
+
+def rounds(rng, candidate: float, best: float = 5.3, noise: float = 0.05, spikes: float = 0.0, asking: float = 0.004) -> list[dict]:
+    """21 rounds of a candidate and a reference that are ``candidate`` and ``best`` times as fast as a baseline of 1.3 ms."""
+
+    def seconds(runs: int, per_run: float) -> float:
+        value = (asking + runs * per_run) * rng.lognormal(0, noise)
+        return value * rng.uniform(1.5, 4) if rng.random() < spikes else value
+
+    made = []
+    for _ in range(judge.PAIRS):
+        few, own, common = int(rng.integers(1, 4)), 10, int(rng.integers(48, 60))
+        made.append({
+            "baseline": [[few, seconds(few, 1.3e-3)], [few + own, seconds(few + own, 1.3e-3)]],
+            "candidate": [few + common, seconds(few + common, 1.3e-3 / candidate)],
+            "best": [[few, seconds(few, 1.3e-3 / best)], [few + common, seconds(few + common, 1.3e-3 / best)]],
+        })  # fmt: skip
+    return made
+
+
+def verdicts(candidate: float, times: int = 200, seed: int = 3, at_least: float = 2.0, **more) -> dict[tuple, float]:
+    """Shares of (verdict, credit) over many exams."""
+    rng, found = np.random.default_rng(seed), {}
+    for _ in range(times):
+        result = judge.speedup(rounds(rng, candidate, **more), at_least)
+        found[result["verdict"], result["credit"]] = found.get((result["verdict"], result["credit"]), 0) + 1 / times
+    return found
+
+
+@pytest.mark.parametrize("more", [{}, {"noise": 0.15}, {"spikes": 0.15}, {"noise": 0.1, "spikes": 0.1}], ids=str)
+def test_far_from_the_bar_no_noise_matters(more):
+    """The reference's own speed never fails, and one launch after the other never passes."""
+    assert {verdict for verdict, _ in verdicts(5.3, **more)} <= {"passed", "inconclusive"}
+    assert {verdict for verdict, _ in verdicts(1.0, **more)} <= {"failed", "inconclusive"}
+
+
+def test_a_quiet_machine_decides():
+    assert verdicts(5.3, noise=0.03) == {("passed", 1.0): pytest.approx(1)}
+    assert verdicts(1.0, noise=0.03) == {("failed", 0.0): pytest.approx(1)}
+    assert verdicts(1.75, noise=0.02).get(("passed", 0.5), 0) > 0.9
+
+
+def test_near_misses_are_rarely_taken_for_hits():
+    below, above = verdicts(1.9, times=400), verdicts(2.15, times=400)
+    assert below.get(("passed", 1.0), 0) < 0.02 and below.get(("failed", 0.0), 0) < 0.02
+    assert above.get(("failed", 0.0), 0) == 0
+    assert verdicts(1.4, times=400).get(("passed", 0.5), 0) < 0.02
+
+
+def test_too_fast_is_refused():
+    assert verdicts(5.3 * 3, noise=0.03) == {("failed", 0.0): pytest.approx(1)}
+    assert verdicts(5.3 * 1.4, noise=0.03) == {("passed", 1.0): pytest.approx(1)}
+
+
+def test_a_reference_that_is_not_faster_judges_nobody():
+    assert {verdict for verdict, _ in verdicts(5.0, best=1.1, noise=0.02)} == {"inconclusive"}
+
+
+@QUICK
+@given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 4), st.integers(5, 500), st.floats(1e-5, 2), st.integers(1, 600))
+def test_cost_never_flatters_by_more_than_asking(short, more, few, many, seconds, runs):
+    """What an untrusted party is charged lies between its whole time and that less a trusted short sample."""
+    trusted = [[few, short], [few + many, short + more]]
+    charged = judge.cost([runs, seconds], trusted)
+    assert (seconds - short) / runs - 1e-12 <= charged <= seconds / runs + 1e-12 and charged > 0
+
+
+def test_verdicts_are_recomputed_from_records():
+    good, bad = {"check": "that", "holds": True}, {"check": "equal", "mismatch": None, "differing": 1}
+    assert judge.recompute([good, good], 3) == ("passed", 3)
+    assert judge.recompute([good, bad], 3) == ("failed", 0.0)
+    assert judge.recompute([], 3) == ("failed", 0.0)
+    assert judge.recompute([{"check": "that", "holds": 1}], 3)[0] == "failed"
+    assert judge.recompute([good, {"check": "stopped", "verdict": "timed out"}], 3) == ("timed out", 0.0)
+    assert judge.recompute([{"check": "stopped", "verdict": "inconclusive"}], 3) == ("inconclusive", None)
+    for record in ({"check": "stopped", "verdict": "passed"}, {"check": "unheard of"}, {}):
+        with pytest.raises(ValueError):
+            judge.recompute([record], 3)
+
+
+# --- measuring, with a clock of our own ---------------------------------------------------------------
+
+
+class World:
+    """A clock, and what burdens the machine."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.rng, self.burden = 0.0, np.random.default_rng(5), 1.0
+        clock = types.SimpleNamespace(perf_counter=lambda: self.now, monotonic=lambda: self.now, sleep=self.sleep)
+        monkeypatch.setattr(timing, "time", clock)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Side(Party):
+    """A party whose work takes made-up time and advances a made-up state."""
+
+    def __init__(self, world: World, per_run: float):
+        super().__init__()
+        self.world, self.per_run, self.state, self.paused = world, per_run, None, False
+
+    def lend(self, buffer: Buffer) -> int:
+        return 1
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+
+    def ask(self, op, *, seconds=0.0, **fields):
+        assert not self.paused
+        if op == "write":
+            self.state = fields["data"].copy()
+        elif op == "repeat":
+            if fields["start"] is not None:
+                self.state = fields["start"].copy()
+            self.world.sleep(0.004 * self.world.rng.lognormal(0, 0.1))
+            self.world.sleep(self.seconds(fields["times"]) * self.world.rng.lognormal(0, 0.03))
+            self.advance(fields["times"])
+            return self.state.copy() if fields["state"] is not None else None
+        return None
+
+    def seconds(self, times: int) -> float:
+        return times * self.per_run * self.world.burden
+
+    def advance(self, times: int) -> None:
+        if self.state is not None:
+            for _ in range(times):
+                self.state = self.state * np.uint32(0x2C1B3C6D) + np.uint32(1)
+
+
+class Student(Side):
+    """The learner's side burdens nobody else's time, and is itself not slowed by what it does to others."""
+
+    def seconds(self, times: int) -> float:
+        return times * self.per_run
+
+
+class Skips(Student):
+    def advance(self, times):
+        super().advance(times - 1 if times > 1 else times)
+
+
+class FewRuns(Student):
+    def advance(self, times):
+        super().advance(min(times, 30))
+
+    def seconds(self, times):
+        return super().seconds(min(times, 30))
+
+
+class Idempotent(Student):
+    """Brings the right state of the first sample of a kind again and again."""
+
+    def ask(self, op, **fields):
+        value = super().ask(op, **fields)
+        if op == "repeat" and fields["state"] is not None and fields["times"]:
+            self.first = getattr(self, "first", value)
+            return self.first
+        return value
+
+
+class StretchesShortSamples(Student):
+    """Slow where few runs are asked, in the hope of a small slope."""
+
+    def seconds(self, times):
+        return super().seconds(times) + (0.05 if times < 8 else 0.0)
+
+
+class BurdensOthers(Student):
+    """Leaves something behind that slows everyone else down until the next rest."""
+
+    def ask(self, op, **fields):
+        self.world.burden = 1.0
+        value = super().ask(op, **fields)
+        if op == "repeat":
+            self.world.burden = 3.0
+        return value
+
+
+def exam(monkeypatch, student_type: type, per_run: float, best: float = 2.5e-4, baseline: float = 1.3e-3) -> tuple[Check, str]:
+    """Run ``check.speedup`` on such parties; the check, and its verdict."""
+    world = World(monkeypatch)
+    student, reference, base = student_type(world, per_run), Side(world, best), Side(world, baseline)
+    check = Check(np.random.default_rng(7), gpu="none of the tests'")
+    state = Buffer(np.zeros(16, np.uint32)), Buffer(np.zeros(16, np.uint32))
+    work = [Handle(party, 1, "x") for party in (student, base, reference)]
+
+    def rest(seconds: float) -> None:
+        world.now += seconds
+        if seconds > 0.1:
+            world.burden = 1.0  # what was left behind has run out
+
+    timing.time.sleep = rest
+    try:
+        check.speedup(work[0], over=work[1], best=work[2], state=state, at_least=2.0)
+        verdict = "passed"
+    except CannotTell:
+        verdict = "inconclusive"
+    except CheckFailed:
+        verdict = "failed"
+    assert judge.recompute(check.records, 2.0)[0] == verdict
+    return check, verdict
+
+
+@pytest.mark.parametrize(
+    ("student_type", "per_run", "verdict"),
+    [
+        (Student, 2.5e-4, "passed"),  # as good as the reference
+        (Student, 5.0e-4, "passed"),
+        (Student, 1.3e-3, "failed"),  # one launch after the other
+        (Student, 2.0e-3, "failed"),
+        (Student, 0.5e-4, "failed"),  # too fast to be true
+        (Skips, 2.5e-4, "failed"),
+        (FewRuns, 2.5e-4, "failed"),
+        (Idempotent, 2.5e-4, "failed"),
+        (StretchesShortSamples, 1.3e-3, "failed"),
+        (BurdensOthers, 2.5e-4, "failed"),  # three times as fast as a reference that it slowed down itself
+        (BurdensOthers, 1.3e-3, "inconclusive"),  # seems fast enough, but the baseline at rest tells
+    ],
+)
+def test_who_passes_a_speedup(monkeypatch, student_type, per_run, verdict):
+    _, found = exam(monkeypatch, student_type, per_run)
+    assert found == verdict
+
+
+def test_a_speedup_leaves_its_samples(monkeypatch):
+    check, _ = exam(monkeypatch, Student, 2.5e-4)
+    (record,) = json.loads(json.dumps(check.records))
+    assert len(record["attempts"][-1]) == judge.PAIRS and record["quiet"]
+    assert len({many[0] for many in (r["candidate"] for r in record["attempts"][-1])}) > 3  # secret numbers of runs
+
+
+# --- the wire ------------------------------------------------------------------------------------------
+
+NUMBERS = st.integers(-(2**70), 2**70) | st.floats(allow_nan=False)
+PLAIN = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text(max_size=20), lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4), max_leaves=12
+)
+ARRAYS = arrays.arrays(
+    st.sampled_from(["|b1", "|i1", "<u4", ">i8", "<f2", "<f4", "<f8", "<c16"]), arrays.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
+)
+
+
+@QUICK
+@given(PLAIN)
+def test_plain_data_comes_back_as_it_went(value):
+    blobs: list[bytes] = []
+    assert wire.decode(json.loads(json.dumps(wire.encode(value, blobs))), blobs) == value
+
+
+@QUICK
+@given(ARRAYS)
+def test_arrays_come_back_as_they_went(array):
+    blobs: list[bytes] = []
+    back = wire.decode(json.loads(json.dumps(wire.encode(array, blobs))), blobs)
+    assert back.dtype == array.dtype and back.shape == array.shape and back.tobytes() == array.tobytes()
+    assert back.flags.writeable and back.flags.owndata or back.base is None
+
+
+def test_scalars_lists_and_references():
+    blobs: list[bytes] = []
+    kept: list = []
+
+    def keep(value):
+        kept.append(value)
+        return wire.Ref(7, "Thing")
+
+    class Liar(float):
+        __eq__ = __lt__ = lambda self, other: True
+        __hash__ = float.__hash__
+
+    thing, liar = object(), Liar(1)
+    back = wire.decode(json.loads(json.dumps(wire.encode((np.int64(3), np.float32(0.5), np.bool_(True), (1, 2), thing, liar), blobs, keep))), blobs)
+    assert back == [3, 0.5, True, [1, 2], wire.Ref(7, "Thing"), wire.Ref(7, "Thing")] and kept == [thing, liar]
+    assert [type(item) for item in back[:3]] == [int, float, bool]
+    with pytest.raises(wire.WireError):
+        wire.encode({"a": thing}, blobs)
+    loop: list = []
+    loop.append(loop)
+    with pytest.raises(wire.WireError):
+        wire.encode(loop, blobs)
+
+
+HOSTILE = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from([2**31, 2**63, 2**64, -1, 10**30]) | st.floats() | st.text(max_size=6)
+    | st.sampled_from(["array", "list", "dict", "ref", "buffer", "<f8", "|O8", "<u4", "<M8", "O", "c3", "b8", "<f16", "|V8"]),
+    lambda inner: st.lists(inner, max_size=4)
+    | st.dictionaries(st.sampled_from(["t", "v", "id", "kind", "dtype", "shape", "blob", "x"]), inner, max_size=5)
+    | st.fixed_dictionaries({"t": st.sampled_from(["array"]), "dtype": st.sampled_from(["<f8", "<u4", "|b1", "<i3", "<c16", "|S4", "<f0", "b99"]), "shape": st.lists(st.integers(-1, 5) | st.sampled_from([0, 2**31, 2**62, 2**64]), max_size=70), "blob": st.integers(-2, 3)})
+    | st.fixed_dictionaries({"t": st.sampled_from(["list", "dict"]), "v": inner}),
+    max_leaves=10,
+)  # fmt: skip
+
+
+@settings(max_examples=800, deadline=None, suppress_health_check=list(HealthCheck))
+@given(HOSTILE, st.lists(st.binary(max_size=40), max_size=3))
+def test_whatever_comes_becomes_plain_data_or_is_refused(message, blobs):
+    try:
+        value = wire.decode(message, blobs)
+    except wire.WireError:
+        return
+
+    def plain(item):
+        if isinstance(item, list):
+            return all(map(plain, item))
+        if isinstance(item, dict):
+            return all(type(key) is str and plain(value) for key, value in item.items())
+        if isinstance(item, np.ndarray):
+            return type(item) is np.ndarray and item.dtype.kind in "biufc" and item.dtype.itemsize > 0
+        return item is None or type(item) in (bool, int, float, str, wire.Ref, wire.BufferRef)
+
+    assert plain(value)
+
+
+def test_depth_and_length_are_limited():
+    deep: object = 1
+    for _ in range(1000):
+        deep = {"t": "list", "v": [deep]}
+    for message in (deep, {"t": "list", "v": [0] * (wire.MAX_ITEMS + 1)}):
+        with pytest.raises(wire.WireError):
+            wire.decode(message, [])
+
+
+# --- comparing -----------------------------------------------------------------------------------------
+
+
+def same(got, want, rel=0.0, abs=0.0) -> bool:
+    mismatch, differing, _ = difference(got, want, rel, abs)
+    return mismatch is None and differing == 0
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "equal"),
+    [
+        (3, 3, True), (3.0, 3, False), (3, 3.0, True), (True, 1, False), (1, True, False), (None, None, True), (0, None, False), ("a", "a", True),
+        (float("nan"), float("nan"), False), (float("nan"), 1.0, False), (float("inf"), float("inf"), True),
+        ([1, 2], [1, 2], True), ([1, 2], (1, 2), True), ([1], [1, 2], False), ([True], [1], False), ([], [], True), ([None], [], False),
+        (2**53 + 1, 2**53, False), (2**64 - 1, 2**64 - 2, False), (10**400, 10**400, True), (10**400, 3, False),
+        (np.uint32([1, 2]), np.uint32([1, 2]), True), (np.int64([1, 2]), np.uint32([1, 2]), False), (np.uint32([1]), np.uint32([[1]]), False),
+        (np.uint64([2**63 + 1]), np.uint64([2**63]), False), (np.float32([1]), np.float64([1]), True), (np.float64([np.nan]), np.float64([np.nan]), False),
+        (np.zeros((0, 3)), np.zeros((0, 3)), True), (np.zeros((0, 3)), np.zeros((3, 0)), False), ([1, 2], np.array([1, 2]), False), (np.array(1), 1, False),
+        (10**400, 3.5, False), ({"a": 1}, 1, False), ({"a": 1}, None, False), ("1", 1, False), (1 + 0j, 1.0, False),
+    ],
+)  # fmt: skip
+def test_difference(got, want, equal):
+    assert same(got, want) is equal
+
+
+def test_difference_with_tolerance_of_a_number_too_large():
+    assert not same(10**400, 3, abs=1)
+
+
+@QUICK
+@given(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6), st.floats(0, 0.5), st.floats(0, 10))
+def test_tolerance_is_what_it_says(got, want, rel, abs_):
+    close = abs(got - want) <= abs_ + rel * abs(want)
+    assert same(got, want, rel, abs_) is bool(close or got == want)
+    assert same(np.array([got]), np.array([want]), rel, abs_) is bool(close or got == want)
+
+
+def test_only_true_is_true():
+    check = Check(np.random.default_rng())
+    check.that(True, why="…")
+    check.that(np.bool_(True), why="…")
+    for value in (1, "True", [True], np.array([True]), object(), 2.5, Handle(Party(), 1, "bool")):
+        with pytest.raises(CheckFailed):
+            check.that(value, why="…")
+    with pytest.raises(CheckFailed):
+        check.equal(1, 2, why="…")
+    assert [judge.recompute([record], 1)[0] for record in check.records] == ["passed"] * 2 + ["failed"] * 8
