@@ -626,7 +626,7 @@ def draw_crossover(samples, where):
     hold_us, share = saved_share(samples)
     fine = np.linspace(0, 100, 2001)
     model = modelled_share(median_costs(samples), fine)
-    fig, ax = plt.subplots()
+    _, ax = plt.subplots()
     ax.plot(fine, 100 * model, marker="", color="C1", label="四个数推算")
     ax.plot(hold_us, 100 * share, linestyle="", color="C0", label="实测")
     ax.axhline(10, color="#555555", linewidth=0.9, linestyle=":", label="10%")
@@ -711,7 +711,7 @@ def draw_shares(samples, where):
     """Plot both shares over the hold time, and say which kernels either puts between 10 % and 30 %."""
     hold_us, saved = saved_share(samples)
     launching = np.array([np.median(r["submit_us"]) / np.median(r["end_to_end_us"]) for r in of_way(samples["holds"], "cupy")])
-    fig, ax = plt.subplots()
+    _, ax = plt.subplots()
     ax.axhspan(10, 30, color="#E69F00", alpha=0.18, label="讲义：10%～30%")
     ax.plot(hold_us, 100 * launching, label="占比：启动 ÷ 延迟")
     ax.plot(hold_us, 100 * saved, label="能省：换成图少了多少")
@@ -817,7 +817,7 @@ STEPS = {
 def draw_builds(samples, where):
     """Plot the cost of each step over the nodes. Returns a table of const and per-node cost, and two remarks."""
     nodes = np.array([r["nodes"] for r in samples["builds"]])
-    fig, ax = plt.subplots()
+    _, ax = plt.subplots()
     rows, at_200 = [], {}
     for name, label in STEPS.items():
         medians = np.array([np.median(r[name]) for r in samples["builds"]])

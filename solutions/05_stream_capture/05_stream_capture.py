@@ -276,7 +276,7 @@ lab.say(
 # 如果留着不是 0，麻烦在哪里？很多 C++ 库启动内核以后会调用 `cudaGetLastError` 检查有没有出错。
 # 它取到的是**你**留下的旧错误，于是一个结果正确的请求被判了失败。所以失败以后，要把它取走。
 #
-# CuPy 自带一份运行时，抛异常之前会清掉自己那份；上面说的是 `cuda.bindings` 这一份。
+# 同一个进程里可以有好几份运行时：pip 装的 CuPy 自带一份，抛异常之前会清掉自己那份；上面说的是 `cuda.bindings` 这一份。
 
 # %% [markdown]
 # ## 误区一：报错的那一行就是凶手
@@ -663,10 +663,10 @@ lab.say(
 # ### 误区二：用了 thread-local，别的线程就伤不到我
 #
 # 看上面倒数第二条：在另一个线程里，thread-local 挡得住“可能不安全”的调用，挡不住必然冲突的。
-# 整个设备的同步是最常见的一个：它要等这块 GPU 上所有的流，当然包括正在捕获的那一条，谁来调用都一样。
+# 最常见的是整个设备的同步：它要等这块 GPU 上所有的流，正在捕获的那一条也在里面，谁来调用都一样。
 # 所以**服务代码里不要用 `cudaDeviceSynchronize`**：等自己那条流，或者等一个事件。
 #
-# 反过来，“单位是设备”也有好处：别的 GPU 上的捕获不受影响。
+# 据报告，别的 GPU 上的捕获不受影响：危险的单位是设备，不是进程。
 #
 # ### 看门狗
 #
@@ -723,7 +723,7 @@ for mode_name, how, mode, poll in setups:
 lab.say(lab.table(("捕获模式", "看门狗", "录成的捕获", "看门狗收到的返回码"), rows))
 
 # %% [markdown]
-# 受害的是谁？查事件的看门狗收到 900，被打断的是主线程的捕获；两个线程都看见了错，却没有一个做错了什么。
+# 看第一行，受害的是谁？看门狗收到了非 0 的码，被打断的是主线程的捕获：两个线程都看见了错，却没有一个做错了什么。
 #
 # 两种治法：捕获方用 thread-local；或者后台线程每次查询都把自己的模式换成 relaxed，查完换回来（别忘了 `finally`）。
 #
@@ -752,22 +752,32 @@ def worker(queue, mode, lock, rounds, tally):
             tally["捕获作废"] += bool(int(ended))
             if not int(ended):
                 cudart.cudaGraphDestroy(captured)
-        while not int(error):
+        while not int(error):  # the memory is ours: ask until it is taken back
             with lock:
-                error = cudart.cudaFree(pointer)[0]
-            if not int(error):
+                refused = int(cudart.cudaFree(pointer)[0])
+            if not refused:
                 break
             tally["释放被拒绝"] += 1
-            error = cudart.cudaError_t.cudaSuccess  # still ours: try again
+            sleep(0.0002)
 
 
 def together(*works, seconds=30):
-    """Run works in threads side by side and wait for them, no longer than `seconds` each."""
-    threads = [threading.Thread(target=work, daemon=True) for work in works]
+    """Run works in threads side by side and wait for them, no longer than `seconds` each; what one raises is raised here."""
+    failed = []
+
+    def run(work):
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is raised in the thread that waits
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(seconds)
+    if failed:
+        raise failed[0]
     if any(thread.is_alive() for thread in threads):
         raise TimeoutError("有线程没有按时做完")
 
@@ -1199,7 +1209,7 @@ rows = [
 lab.say(lab.table(("写法", "哪里出错", "外面接到的异常", "流的状态", "last error", "再捕获"), rows))
 
 # %% [markdown]
-# - 什么都不管：失败一次，这条流就一直停在捕获里，再也不能捕获；它还可能连累别的线程。
+# - 什么都不管：块里一抛异常，就走不到 `end_capture` 了。这条流一直停在捕获里，再也不能捕获，还可能连累别的线程。
 # - 只有 `finally`：流是回来了。可是看“被拒绝的调用”那一行：真正的原因是 900，外面接到的却是 `end_capture` 抛出的回声。
 #   原来的异常躲在 `__context__` 里；日志只记最后一个异常时，它就丢了。
 #
@@ -1267,11 +1277,11 @@ def served(disturbances):
         if ready is None:
             begin(stream, THREAD_LOCAL)
             with stream:
-                three_mixes_or_less = code_of(three_mixes)
+                code = code_of(three_mixes)
             disturb()
             ended, captured = cudart.cudaStreamEndCapture(stream.ptr)
             cudart.cudaGetLastError()
-            if not int(ended) and not three_mixes_or_less:
+            if not int(ended) and not code:
                 ready = lab.check_cuda(cudart.cudaGraphInstantiate(captured, 0))
                 ways.append("捕获，重放")
             else:
@@ -1463,11 +1473,15 @@ check.equal(student.first_breakers([("cudaMalloc", 900, 0)]), [], why="没有任
 # 拿它去看“误区一”里真实的六步记录：
 
 # %% tags=["demo", "gpu"]
-for answered, (index, blame) in zip(["误区一的捕获"], first_breakers(six_steps), strict=True):
-    lab.say(f"{answered}：作废于第 {index} 步 `{six_steps[index][0]}`；" + (f"凶手就是它（{blame}）。" if blame else "返回码看不出凶手。"))
+for blamed in first_breakers(six_steps):
+    if blamed is None:
+        lab.say("那次捕获没有作废。")
+    else:
+        at, blame = blamed
+        lab.say(f"作废于第 {at} 步 `{six_steps[at][0]}`；" + (f"凶手就是它（{blame}）。" if blame else "它的返回码看不出凶手。"))
 
 # %% [markdown]
-# 这里有一点意思：`stream.done` 确实是凶手，可是 CuPy 吞掉了它的返回码，记录里只剩 0，规则就只能说“不在记录里”。
+# 如果答案里的码是 0：`stream.done` 明明是凶手，可是 CuPy 吞掉了它的返回码，记录里只剩 0，规则就只能说“不在记录里”。
 # 记录要记**真实的**返回码，才问得出真凶。
 
 # %% [markdown]
@@ -2546,8 +2560,8 @@ lab.say(
 # %% [markdown]
 # 事先分配的图总归更省事，代价是缓冲要有人一直保管，别人不能用；图里分配的那块，图跑完就还回去了，几张图可以轮流用同一片显存。
 #
-# 还记得开头的两条线程吗？回头把“看门狗”那一格里的 `sleep(0.0005)` 改成 0，再运行一次：
-# 录成的次数变了吗？先猜，再看。这就是为什么它一百次里只坏一次。
+# **轮到你**：回到“看门狗”那一格，把捕获中间的 `sleep(0.0005)` 删掉，再把看门狗的 `sleep(0.0002)` 改成 `sleep(0.05)`。
+# 先猜第一行还剩几次被打断，再运行。捕获越短、查得越稀，就越难撞上：开头那个故事里，一百次启动才坏一次。
 
 # %% [markdown] tags=["instructor"]
 # 给教师：练习二的测试用 `guarded` 调用学习者的函数，所以一个坏程序不会把 `stream` 留在捕获状态，连累后面的题；

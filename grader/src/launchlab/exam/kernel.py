@@ -22,12 +22,14 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
+import zmq
 from jupyter_client import BlockingKernelClient
 from jupyter_client.connect import write_connection_file
 from nbformat.v4 import new_output
 
 from launchlab.exam import sandbox
 from launchlab.exam.agent import TARGET
+from launchlab.exam.wire import clean
 
 START_SECONDS = 60.0
 OUTPUT_CHARACTERS = 64_000  # kept of one cell's text
@@ -35,6 +37,7 @@ PICTURE_CHARACTERS = 4 << 20  # kept of one cell's pictures
 # Beside text. No HTML, no SVG: they may hold a script, and teachers open these pages.
 PICTURES = ("image/png", "image/jpeg")
 OUTPUT_FLOOD = 256 << 20  # bytes of output after which a cell is stopped
+LARGEST_MESSAGE = 128 << 20  # bytes of one message from a kernel
 STOP_SECONDS = 1.0  # for a process and all that it started to come to rest
 LARGEST_FILE = 4 << 30  # bytes of a file that a student's process may write
 # Limits are set by the shell before it becomes the kernel, so that everything started from there has them.
@@ -124,7 +127,9 @@ class Kernel:
             command, cwd=self.work, env=environment, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )
-        self.client = BlockingKernelClient()
+        context = zmq.Context()
+        context.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)  # a longer one ends the connection, not the examiner
+        self.client = BlockingKernelClient(context=context)
         self.client.load_connection_file(str(connection))
         self.client.allow_stdin = False
         # The heartbeat would be a thread per kernel; the process itself is watched instead.
@@ -186,7 +191,7 @@ class Kernel:
         reply = self._shell_reply(parent, deadline)["content"]
         result = CellResult(collected.outputs)
         if reply.get("status") != "ok":
-            result.error, result.message = str(reply.get("ename", "Error"))[:80], str(reply.get("evalue", ""))[:500]
+            result.error, result.message = clean(reply.get("ename", "Error"), 80), clean(reply.get("evalue", ""), 500)
         return result
 
     def ask(self, request: dict, blobs: list[bytes], seconds: float) -> tuple[Any, list[bytes]]:
@@ -256,7 +261,7 @@ class Kernel:
             if self.client is not None:
                 self.client.stop_channels()
         finally:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove(self.folder)
 
 
 def sweep() -> None:
@@ -264,7 +269,13 @@ def sweep() -> None:
     for folder in Path(tempfile.gettempdir()).glob("ll-*-*"):
         owner = folder.name.split("-")[1]
         if owner.isdecimal() and not Path("/proc", owner).exists() and Path("/proc/self").exists():
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder that a student's process may have filled: whatever its modes, however deep."""
+    script = 'chmod -R u+rwx "$1"; rm -rf "$1"'
+    subprocess.run(["/bin/sh", "-c", script, "remove", str(folder)], stderr=subprocess.DEVNULL, check=False)
 
 
 def _is_stopped(pid: int) -> bool:
@@ -309,7 +320,7 @@ class _Outputs:
             case "error":
                 lines = content.get("traceback")
                 traceback = self._cut("\n".join(map(str, lines)) if type(lines) is list else "").split("\n")
-                name, value = str(content.get("ename"))[:80], str(content.get("evalue"))[:500]
+                name, value = clean(content.get("ename"), 80), clean(content.get("evalue"), 500)
                 self.outputs.append(new_output("error", ename=name, evalue=value, traceback=traceback))
             case "display_data" | "execute_result":
                 data = content.get("data") if type(content.get("data")) is dict else {}
@@ -320,6 +331,7 @@ class _Outputs:
     def _cut(self, text: Any) -> str:
         if type(text) is not str or not text or self._kept >= OUTPUT_CHARACTERS:
             return ""
+        text = text.encode("utf-8", errors="replace").decode()
         room, self._kept = OUTPUT_CHARACTERS - self._kept, self._kept + len(text)
         return text if len(text) <= room else text[:room] + "\n…（输出太长，其余从略）\n"
 

@@ -8,7 +8,7 @@ from typing import Any
 from launchlab.exam.agent import Agent
 from launchlab.exam.memory import Block, Buffer, CudaError
 from launchlab.exam.remote import Handle
-from launchlab.exam.wire import BufferRef, Ref, WireError, decode, encode
+from launchlab.exam.wire import BufferRef, Ref, WireError, clean, decode, encode
 
 ASK_SECONDS = 20.0
 
@@ -20,8 +20,8 @@ class PartyError(Exception):
         self.party = party
         bases = info.get("bases")
         self.info = {
-            "type": str(info.get("type") or "Exception")[:80], "message": str(info.get("message") or "")[:500], "line": str(info.get("line") or "")[:200],
-            "own": bool(info.get("own")), "bases": [str(base)[:80] for base in bases[:20]] if type(bases) is list else [],
+            "type": clean(info.get("type") or "Exception", 80), "message": clean(info.get("message") or "", 500), "line": clean(info.get("line") or "", 200),
+            "own": bool(info.get("own")), "bases": [clean(base, 80) for base in bases[:20]] if type(bases) is list else [],
         }
         super().__init__(f"{self.info['type']}: {self.info['message']}")
 

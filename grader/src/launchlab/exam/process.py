@@ -22,6 +22,7 @@ from launchlab.exam.party import Party, PartyError, PartyLost
 
 CELL_SECONDS = 30.0
 LOAD_SECONDS = 240.0  # all cells of a notebook together, restarts included
+TOTAL_SECONDS = 600.0  # of loading, all reloads of one exam together
 RESTARTS = 12
 
 
@@ -49,6 +50,7 @@ class Process(Party):
         self.deadly: dict[int, tuple[str, str]] = {}
         self._make_kernel = make_kernel
         self._kernel: Kernel | None = None
+        self._spent = 0.0
         # The reference loads in a thread of its own. Re-entrant: loading itself asks.
         self._loading = threading.RLock()
 
@@ -64,12 +66,14 @@ class Process(Party):
                 return
             # An exercise's deadline is not for loading: cells have their own.
             deadline, self.deadline = self.deadline, None
+            started = time.monotonic()
             try:
-                self._load(time.monotonic() + LOAD_SECONDS)
+                self._load(started + min(LOAD_SECONDS, TOTAL_SECONDS - self._spent))
             except BaseException:
                 self.close()
                 raise
             finally:
+                self._spent += time.monotonic() - started
                 self.deadline = deadline
 
     def _load(self, until: float) -> None:
@@ -148,6 +152,13 @@ class Process(Party):
             self.close()
         return str(poison) if poison else None
 
+    def restart(self) -> None:
+        """Begin anew, with all cells: nothing of earlier accidents is remembered."""
+        self.close()
+        self.outputs.clear()
+        self.errors.clear()
+        self.deadly.clear()
+
     def close(self) -> None:
         """End the process; the next ask starts it anew."""
         kernel, self._kernel = self._kernel, None
@@ -175,6 +186,7 @@ class Process(Party):
 
 
 def defines(source: str, name: str) -> bool:
-    """Whether ``source`` seems to bind ``name`` (it need not parse)."""
+    """Whether ``source`` seems to bind ``name`` (it need not parse). Linear in its length."""
     word = re.escape(name)
-    return re.search(rf"^\s*(async\s+def|def|class)\s+{word}\b|^\s*{word}\s*(:[^=\n]+)?=|\bimport\b[^\n]*\b{word}\b|\bas\s+{word}\b", source, re.M) is not None
+    binding = re.compile(rf"[ \t]*(?:(?:async[ \t]+def|def|class)[ \t]+{word}\b|{word}[ \t]*(?::[^=]+)?=(?!=)|(?:from|import)[ \t].*\b{word}\b)")
+    return any(name in line and binding.match(line[:500]) for line in source.splitlines())

@@ -12,6 +12,9 @@ import shutil
 import sys
 from pathlib import Path
 
+import launchlab
+from launchlab import paths
+
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/sys", "/etc")
 # Files that programs look for in /etc; the rest of it may hold what is nobody's business.
 ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "fonts", "localtime", "passwd", "group", "nsswitch.conf", "OpenCL", "vulkan", "ssl/openssl.cnf")
@@ -23,14 +26,18 @@ def available() -> bool:
 
 
 def python_paths() -> list[Path]:
-    """Folders that a Python process like this one imports from, each once, outermost first."""
-    candidates = [Path(sys.prefix), Path(sys.base_prefix), *(Path(entry) for entry in sys.path if entry)]
+    """Folders that a Python process like this one imports from, each once, outermost first.
+
+    Of the repository only the package itself and its environment: never the folder that a
+    command was started in, nor one that holds solutions or what grading makes.
+    """
+    package = Path(launchlab.__file__).resolve().parents[1]
+    candidates = [Path(sys.prefix), Path(sys.base_prefix), package, *(Path(entry) for entry in sys.path if entry)]
     candidates += [Path(entry) for entry in os.environ.get("LD_LIBRARY_PATH", "").split(":") if entry]
-    cwd = Path.cwd().resolve()
+    private = [Path.cwd().resolve(), package.parent, paths.GRADER.resolve(), paths.SOLUTIONS.resolve(), paths.BUILD]
     found: list[Path] = []
     for path in sorted({p.resolve() for p in candidates if p.exists()}, key=lambda p: len(p.parts)):
-        # The folder a command was started in stands on sys.path too, and must stay unseen.
-        if path != cwd and not any(path.is_relative_to(outer) for outer in found):
+        if not any(secret.is_relative_to(path) for secret in private) and not any(path.is_relative_to(outer) for outer in found):
             found.append(path)
     return found
 

@@ -7,7 +7,8 @@ gives one sample a round, and is proved in each: its bytes must equal those that
 made of the same start by as many runs. The time of work that was not done is never counted.
 
 While the others are measured, the candidate's process is stopped: it can neither work ahead
-nor slow them down. Work that it left on the GPU shows against the baseline measured at rest.
+nor slow them down. Work that it left on the GPU shows afterwards, when its process has ended
+and the trusted sides are measured once more.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ SEGMENT_SECONDS = 0.012  # of a long sample: some ten times the jitter of an ask
 ATTEMPTS = 3
 LEAST_RUNS, MOST_RUNS = 8, 4000  # of a long sample, beyond those of the short one
 WARM_RUNS = 3
-QUIET_SECONDS = 0.15  # for work left on the GPU to run out
-QUIET_SAMPLES = 5
+QUIET_SAMPLES = 7
 LOCK_SECONDS = 600.0
 
 
@@ -47,10 +47,10 @@ def exclusive(gpu: str) -> Iterator[None]:
     name = "".join(c if c.isalnum() else "-" for c in gpu)
     path = Path(tempfile.gettempdir()) / f"launchlab-{name}.lock"
     try:
-        descriptor = os.open(path, os.O_RDWR)
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        os.chmod(path, 0o666)  # whatever the umask: graders of several users share it
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        os.fchmod(descriptor, 0o666)  # whatever the umask: graders of several users share it
     try:
         until = time.monotonic() + LOCK_SECONDS
         while True:
@@ -112,8 +112,8 @@ def measure(baseline: Any, candidate: Any, best: Any, state: tuple[Buffer, Buffe
 
     Returns the record of a speed-up check: ``attempts`` (a list of lists of rounds; a round
     holds two samples ``[runs, seconds]`` under "baseline" and "best" each, and one under
-    "candidate"), ``quiet`` (pairs of samples of the baseline with the learner's process at
-    rest), ``states_differ`` (rounds whose bytes differed), ``at_least``, ``ceiling``.
+    "candidate"), ``quiet`` (still empty: see `measure_quiet`), ``states_differ`` (rounds whose
+    bytes differed), ``at_least``, ``ceiling``.
     """
     lanes = {"baseline": Lane(baseline, None), "candidate": Lane(candidate, state[0]), "best": Lane(best, state[1])}
     record: dict[str, Any] = {"check": "speedup", "at_least": at_least, "ceiling": ceiling, "states_differ": 0, "attempts": [], "quiet": []}
@@ -147,9 +147,16 @@ def measure(baseline: Any, candidate: Any, best: Any, state: tuple[Buffer, Buffe
                     return record
             if speedup(rounds, at_least, ceiling)["verdict"] != INCONCLUSIVE:
                 break
-        time.sleep(QUIET_SECONDS)
-        for _ in range(QUIET_SAMPLES):
-            record["quiet"].append([lanes["baseline"].sample(few), lanes["baseline"].sample(few + own)])
     finally:
         learner.resume()
     return record
+
+
+def measure_quiet(baseline: Any, best: Any, rounds: list[dict]) -> list[dict]:
+    """The trusted sides once more, by the run counts of the last of ``rounds``, with nobody else at work.
+
+    Returns rounds of two samples under "baseline" and "best" each.
+    """
+    sides = {"baseline": Lane(baseline, None), "best": Lane(best, None)}
+    runs = {name: [sample[0] for sample in rounds[-1][name]] for name in sides}
+    return [{name: [side.sample(count) for count in runs[name]] for name, side in sides.items()} for _ in range(QUIET_SAMPLES)]

@@ -23,6 +23,12 @@ class WireError(ValueError):
     """A message that does not follow the format."""
 
 
+def clean(text: object, limit: int) -> str:
+    """A party's words as text that any file and any terminal takes: at most ``limit`` characters of UTF-8, no controls."""
+    whole = str(text)[:limit].encode("utf-8", errors="replace").decode()
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in whole)
+
+
 @dataclass(frozen=True)
 class Ref:
     """An object that lives in the agent's process; ``kind`` is its class name there."""
@@ -78,7 +84,7 @@ def decode(data: Any, blobs: list[bytes], depth: int = 0) -> Any:
         raise WireError("not a tagged value")
     match data.get("t"):
         case "ref":
-            return Ref(_integer(data.get("id")), str(data.get("kind"))[:80])
+            return Ref(_integer(data.get("id")), clean(data.get("kind"), 80))
         case "buffer":
             return BufferRef(_integer(data.get("id")))
         case "list":

@@ -196,10 +196,16 @@ class IntakeExporter(NotebookExporter):
         self._release = pristine(chapter(self.coursedir.assignment_id))
         submitted = self.coursedir.format_path(self.coursedir.submitted_directory, self.coursedir.student_id, self.coursedir.assignment_id)
         for folder in map(Path, glob.glob(submitted)):
-            self._unlink(folder)
-            self._check_time(folder)
-            converter.assignments[str(folder)] = [str(self._notebook(folder))]
-            self._sweep(folder)
+            try:
+                self._check_place(folder)
+                self._unlink(folder)
+                self._check_time(folder)
+                converter.assignments[str(folder)] = [str(self._notebook(folder))]
+                self._sweep(folder)
+            except (OSError, Refused) as error:
+                # Nothing of it can be read or set right: nbgrader would stop at it, so it never sees it.
+                self.log.error("%s: 没有评分：%s。请检查这个文件夹后重新收卷。", folder, error)
+                converter.assignments.pop(str(folder), None)
 
     def from_filename(self, filename: str, resources: dict | None = None, **kwargs: Any) -> tuple[str, dict]:
         if Path(filename).is_relative_to(Path(self.coursedir.root, self.coursedir.autograded_directory)):
@@ -218,6 +224,12 @@ class IntakeExporter(NotebookExporter):
             nb.metadata.setdefault("launchlab", {})["notes"] = notes
             nb.cells.insert(0, new_markdown_cell("**收卷说明**\n\n" + "\n".join(f"- {note}" for note in notes), id="intake-notes"))
         return self.from_notebook_node(nb, resources=resources, **kwargs)
+
+    def _check_place(self, folder: Path) -> None:
+        """A submission must lie where it stands: a link to another folder would be graded, and cleaned, in its place."""
+        root = Path(self.coursedir.root, self.coursedir.submitted_directory).resolve()
+        if folder.resolve() != root / folder.parent.name / folder.name:
+            raise Refused("文件夹是一个链接")
 
     def _unlink(self, folder: Path) -> None:
         """Links in a submission could make nbgrader copy any file of this machine into the learner's feedback; pipes would hang it."""

@@ -28,7 +28,11 @@ class SealedExecute(NbGraderPreprocessor):
         else:
             coursedir = self.parent.coursedir  # the exporter's
             folder = Path(coursedir.format_path(coursedir.submitted_directory, student, assignment))
-            report = examine(nb, chapter(assignment), files=folder if folder.is_dir() else None)
+            try:
+                report = examine(nb, chapter(assignment), files=folder if folder.is_dir() else None)
+            except Exception:
+                self.log.exception("exam of %s failed", student)
+                report = refuse(nb, assignment, "评分时出了意外的错误，请教师查看日志。这份提交没有评分。")
         report.notes = list(told.get("notes", []))
         write_report(report, student)
         if report.sandbox == "none":

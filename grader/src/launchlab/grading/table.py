@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.table import Table
+from rich.text import Text
 
 from launchlab.exam import judge
 from launchlab.exam.show import WORDS
@@ -30,7 +31,7 @@ def verdicts(title: str, rows: list[tuple[str, list[dict]]], remarks: dict[str, 
                 reason += f"\n{remarks[check['id']]}"
             table.add_row(
                 name if number == 0 else "", check["id"].removeprefix("test_"), f"[{style}]{WORDS[check['verdict']]}[/]",
-                "—" if is_open else f"{check['score']:g}/{check['points']:g}", reason.replace("[", r"\["),
+                "—" if is_open else f"{check['score']:g}/{check['points']:g}", Text(reason),
                 end_section=number == len(checks) - 1,
             )
     return table

@@ -1,0 +1,3 @@
+# ruff: noqa
+# The solution itself.
+# loses: nothing
