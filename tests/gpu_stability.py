@@ -64,11 +64,11 @@ def main(out: Path, seconds: float) -> int:
         return 3
     began, which = time.monotonic(), chapter(CHAPTER)
     master = examine.Master.of(which)
-    master.reference.warm_up()
+    master.reference.load()
     students = {}
     for case, name in CASES.items():
         nb = notebook(attack_files.parse(FOLDER / f"{name}.py"), which)
-        make_kernel = partial(Kernel, given=which.solution.parent, sandboxed=sandbox.works(), cupy_cache=master.cupy_cache)
+        make_kernel = partial(Kernel, given=which.solution.parent, sandboxed=sandbox.works())
         students[case] = Process(master.cells_to_run(nb), make_kernel, True)
     exams: list[dict] = []
     load: list[subprocess.Popen] = []

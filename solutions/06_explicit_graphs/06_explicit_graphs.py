@@ -1361,6 +1361,11 @@ def chain(n):
     return drawn_names(n), [(i, i + 1) for i in range(n - 1)]
 
 
+check.equal(
+    student.critical_path(written(["mix"] * 4 + ["absorb"], [(0, 1), (1, 2), (2, 3)]), {"mix": 1.0, "absorb": 50.0}),
+    (4, 50.0),
+    why="节点最多的和时间最长的，可以是两条毫不相干的路径。两个数有没有各自在所有节点里取最大？",
+)
 cases = (
     ([(drawn_names(1), []), (drawn_names(7), []), random_graph(12, 0.04)], "有的节点没有边的图里有算错的。孤零零的一个节点也是一条路径，一个节点。"),
     ([random_graph(int(secret.integers(6, 14)), 0.3) for _ in range(8)], "随机的小图里有算错的。节点的编号与先后无关，按编号的次序算会漏掉；时间取的是 label 的第二行吗？"),

@@ -154,7 +154,7 @@ def served(x, data, stamp, n):
 
 # %% tags=["gpu"]
 def capture(work):
-    """Capture what work() launches on the current stream, from `stream`. Returns a cupy Graph (.graph, .graphExec)."""
+    """Capture what work() launches on the current stream, which is `stream`. Returns a cupy Graph (.graph, .graphExec)."""
     with stream:
         stream.begin_capture()
         try:
@@ -207,11 +207,11 @@ STAMP, N = 5, 3
 service = capture_request(state, image, STAMP, N)
 
 
-def whose(live=None):
+def whose():
     """Serve one request from the same start, and tell whose data it was that the graph absorbed."""
     with stream:
         state.set(start)
-    run(service.graphExec if live is None else live)
+    run(service.graphExec)
     got = state.get()
     names = {"第一张图片": picture1, "第二张图片": picture2, "别人的数据": stranger}
     return next((name for name, data in names.items() if np.array_equal(got, served(start, data, STAMP, N))), "都不是")
@@ -518,23 +518,23 @@ print(f"网格照旧：{2 * SIZE} 个元素里有 {wrong} 个没有算；网格�
 # %% tags=["demo", "gpu"]
 DtoD, HtoD = cudart.cudaMemcpyKind.cudaMemcpyDeviceToDevice, cudart.cudaMemcpyKind.cudaMemcpyHostToDevice
 with stream:
-    left, right_half = cp.asarray(picture1), cp.asarray(picture2)
+    tray1, tray2 = cp.asarray(picture1), cp.asarray(picture2)
 stream.synchronize()
 
 
 def copy_then_mix():
-    lab.check_cuda(cudart.cudaMemcpyAsync(state.data.ptr, left.data.ptr, left.nbytes, DtoD, stream.ptr))
+    lab.check_cuda(cudart.cudaMemcpyAsync(state.data.ptr, tray1.data.ptr, tray1.nbytes, DtoD, stream.ptr))
     launch_mix(state, 0)
 
 
 copying = capture(copy_then_mix)
 (node, kind), _ = chain_nodes(copying.graph)
 run(copying.graphExec)
-print(f"第一个节点是 {kind}，拷来的是 left：", np.array_equal(state.get(), mixed(picture1, 1)))
+print(f"第一个节点是 {kind}，拷来的是 tray1：", np.array_equal(state.get(), mixed(picture1, 1)))
 
-lab.check_cuda(cudart.cudaGraphExecMemcpyNodeSetParams1D(copying.graphExec, node, state.data.ptr, right_half.data.ptr, state.nbytes, DtoD))
+lab.check_cuda(cudart.cudaGraphExecMemcpyNodeSetParams1D(copying.graphExec, node, state.data.ptr, tray2.data.ptr, state.nbytes, DtoD))
 run(copying.graphExec)
-print("改了来源地址，拷来的是 right_half：", np.array_equal(state.get(), mixed(picture2, 1)))
+print("改了来源地址，拷来的是 tray2：", np.array_equal(state.get(), mixed(picture2, 1)))
 
 on_host = picture1.copy()
 (error,) = cudart.cudaGraphExecMemcpyNodeSetParams1D(copying.graphExec, node, state.data.ptr, on_host.ctypes.data, on_host.nbytes, HtoD)
@@ -586,12 +586,12 @@ lab.say(lab.table(("动作", "结果"), rows))
 # 新定义和原来的图结构相同，驱动把节点一一配对，用新的参数覆盖旧的。新定义通常就是把新请求再捕获一次。
 
 # %% tags=["demo", "gpu"]
-renewed = define(partial(launch_request, state, left, STAMP, N))
+renewed = define(partial(launch_request, state, tray1, STAMP, N))
 print("更新之前：", whose())
 info = lab.check_cuda(cudart.cudaGraphExecUpdate(service.graphExec, renewed))
 print(f"更新之后：{whose()}（{info.result.name}）")
 
-grown = define(partial(launch_request, state, left, STAMP, N + 1))
+grown = define(partial(launch_request, state, tray1, STAMP, N + 1))
 error, info = cudart.cudaGraphExecUpdate(service.graphExec, grown)
 print(f"多了一个节点：{error.name}（{int(error)}），结果信息：{info}")
 
@@ -972,16 +972,18 @@ before = build(chain(kernel(scalar=3), memcpy(direction="HtoD", buffer=1)), desk
 after = build(chain(kernel(scalar=4), memcpy(direction="DtoH", buffer=1)), desk)
 halfway = lab.check_cuda(cudart.cudaGraphInstantiate(before, 0))
 error, reason, _ = try_update(halfway, after)
-run(halfway)
+(launched,) = cudart.cudaGraphLaunch(halfway, stream.ptr)
+stream.synchronize()
 ones = np.ones(16 * BLOCK, np.uint32)
 used = next((scalar for scalar in (3, 4) if np.array_equal(desk[0].get(), mixed(ones, 1, first=scalar))), "?")
-print(f"{reason}：旧图的第一个节点现在用的标量是 {used}（原来是 3，新定义是 4）")
+print(f"更新的回答：{reason}")
+print(f"旧图再启动一次：{launched.name}，第一个节点用的标量是 {used}（原来是 3，新定义是 4）")
 lab.check_cuda(cudart.cudaGraphExecDestroy(halfway))
 for graph in (before, after):
     lab.check_cuda(cudart.cudaGraphDestroy(graph))
 
 # %% [markdown]
-# 不管上面打印的是 3 还是 4，文档都没有承诺过。所以稳妥的规矩是：**被拒绝以后，不再启动旧的那一个**；
+# 不管上面打印的是什么，文档都没有承诺过。所以稳妥的规矩是：**被拒绝以后，不再启动旧的那一个**；
 # 用新定义实例化一个新的，再销毁旧的。正在执行的旧图也可以销毁，驱动会等它做完再释放。练习二就写这个。
 
 # %% [markdown]
@@ -1005,7 +1007,7 @@ class Routes:
 
     def __init__(self, n):
         self.n, self.stamps = n, count(1)
-        self.template = define(partial(launch_request, state, left, 0, n))
+        self.template = define(partial(launch_request, state, tray1, 0, n))
         self.live = lab.check_cuda(cudart.cudaGraphInstantiate(self.template, 0))
         self.nodes = [node for node, _ in chain_nodes(self.template)]
 
@@ -1013,7 +1015,7 @@ class Routes:
         lab.check_cuda(cudart.cudaGraphLaunch(graph_exec, stream.ptr))
 
     def recaptured(self):
-        return define(partial(launch_request, state, left, next(self.stamps), self.n))
+        return define(partial(launch_request, state, tray1, next(self.stamps), self.n))
 
     def changed(self):
         return fresh_params(mix, SIZE, (state.data.ptr, next(self.stamps), SIZE))
@@ -1427,7 +1429,7 @@ def address_of(graph_exec):
 instantiate, address_of = student.define(TOOLS, "instantiate"), student.define(TOOLS, "address_of")
 
 
-def step(live, graph, reason, told):
+def step(live, graph, reason, event):
     """One call of the learner's function under watch; returns the executable graph that it gave back."""
     was = address_of(live)
     watch = student.define(WATCH, "Watch")()
@@ -1436,11 +1438,11 @@ def step(live, graph, reason, told):
     finally:
         made, destroyed = watch.off()
     check.that(isinstance(answer, (list, tuple)) and len(answer) == 2, why="应当返回两个值：可执行图和原因（更新成功时原因是 None）。")
-    check.equal(answer[1], reason, why=f"{told}：原因不对。更新成功时是 None，被拒绝时是枚举的名字。")
+    check.equal(answer[1], reason, why=f"{event}：原因不对。更新成功时是 None，被拒绝时是枚举的名字。")
     if reason is None:
-        check.equal((made, destroyed, address_of(answer[0])), (0, [], was), why=f"{told}：更新已经成功，不应当再实例化，也不应当销毁，原样返回。")
+        check.equal((made, destroyed, address_of(answer[0])), (0, [], was), why=f"{event}：更新已经成功，不应当再实例化，也不应当销毁，原样返回。")
     else:
-        check.equal((made, destroyed), (1, [was]), why=f"{told}：更新被拒绝，应当正好实例化一张新的、销毁旧的那一张。")
+        check.equal((made, destroyed), (1, [was]), why=f"{event}：更新被拒绝，应当正好实例化一张新的、销毁旧的那一张。")
     return answer[0]
 
 
@@ -1504,19 +1506,19 @@ planted = [
 mirror = [on_gpu(np.zeros(4096, np.uint32)) for _ in range(2)]
 found = set()
 for number in secret.permutation(len(planted)):
-    told, old, new, expected = planted[int(number)]
+    event, old, new, expected = planted[int(number)]
     wanted = [reference.define(TOOLS, "reason")(*(reference.build(each, mirror) for each in pair)) for pair in ((old, new), (new, old))]
     found.add(wanted[0])
     live = instantiate(student.build(old, [x, y]))
-    live = step(live, student.build(new, [x, y]), wanted[0], told)
+    live = step(live, student.build(new, [x, y]), wanted[0], event)
     v, w = x.write(secret.integers(0, 2**32, 4096, dtype=np.uint32)), y.write(secret.integers(0, 2**32, 4096, dtype=np.uint32))
     student.run(live)
     if new is outward:
-        check.equal(student.value("mailbox")[:4096], v, why=f"{told}：重建以后，图应当先把缓冲拷到主机。")
+        check.equal(student.value("mailbox")[:4096], v, why=f"{event}：重建以后，图应当先把缓冲拷到主机。")
     v, w = expected(v, w)
-    check.equal(x.read(), v, why=f"{told}：返回的图算出来的结果不对。它应当做新定义里的工作。")
-    check.equal(y.read(), w, why=f"{told}：返回的图把另一块缓冲算错了。")
-    live = step(live, student.build(old, [x, y]), wanted[1], f"{told}，又变了回去")
+    check.equal(x.read(), v, why=f"{event}：返回的图算出来的结果不对。它应当做新定义里的工作。")
+    check.equal(y.read(), w, why=f"{event}：返回的图把另一块缓冲算错了。")
+    live = step(live, student.build(old, [x, y]), wanted[1], f"{event}，又变了回去")
 check.that(len(found) >= 4, why="这块 GPU 的驱动对几种变化的回答和预期不同，请把这条信息告诉教师。")
 ### END HIDDEN TESTS
 
