@@ -1294,13 +1294,20 @@ check.equal(guesses, [by_hand(holds, *numbers) for holds, numbers in checked], r
 # %% test="predict_on_gpu" kind="structure" points=1 tags=["gpu"]
 probe = on_gpu(np.zeros(4096, np.uint32))
 MISSED = "当场量四个数，请你预测，再当场量加速：预测差了四分之一以上。公式在纸上对、在 GPU 上不对的话，看看是不是哪条流水线漏算了空内核的时间，或把该重叠的加了起来。"
-check.equal(student.predict_speedup([0.0] * 100, reference.measure_costs(probe)), reference.measured_speedup(probe, [0.0] * 100), rel=0.25, why=MISSED)
+
+
+def miss(holds):
+    """How far the prediction is from what is measured right after it, as a share; the least of three tries: launches vary."""
+    return min(abs(student.predict_speedup(holds, reference.measure_costs(probe)) / reference.measured_speedup(probe, holds) - 1) for _ in range(3))
+
+
+check.that(miss([0.0] * 100) <= 0.25, why=MISSED)
 ### BEGIN HIDDEN TESTS
 numbers = reference.measure_costs(probe)
 launch_us, groups = numbers["launch_us"], int(secret.integers(8, 14))
 balancing = max(1.0, 10 * (launch_us - numbers["eager_node_us"]))  # as much for the GPU to do as for the CPU
 for holds in ([0.0] * (12 * groups), ([0.0] * 9 + [balancing]) * groups, [3 * launch_us] * (5 * groups), [0.4 * launch_us] * (10 * groups)):
-    check.equal(student.predict_speedup(holds, reference.measure_costs(probe)), reference.measured_speedup(probe, holds), rel=0.25, why=MISSED)
+    check.that(miss(holds) <= 0.25, why=MISSED)
 ### END HIDDEN TESTS
 
 # %% test="make_round" kind="speedup" points=2 tags=["gpu"]
@@ -1336,7 +1343,9 @@ reached = check.speedup(
     at_least=2.0,
     why="还不够快。每一轮应当只有一次图启动：捕获和实例化只做一次，返回的是图本身吗？",
 )
-check.equal(predicted, reached, rel=0.25, why="够快了，但和你自己的预测差了四分之一以上。")
+# The costs of this process may have moved since: a prediction from those of now counts as well.
+again = student.predict_speedup(holds, reference.measure_costs(base))
+check.that(min(abs(value / reached - 1) for value in (predicted, again)) <= 0.25, why="够快了，但和你自己的预测差了四分之一以上。")
 ### END HIDDEN TESTS
 
 # %% [markdown] tags=["instructor"]

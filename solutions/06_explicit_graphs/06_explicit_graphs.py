@@ -632,7 +632,7 @@ rows = []
 for keep in (False, True):
     with stream:
         writing = writes_to_scratch(keep)
-        tenants = [cp.full(SIZE, THEIRS, cp.uint32) for _ in range(4)]  # other people's arrays
+        tenants = [cp.full(SIZE, THEIRS, cp.uint32) for _ in range(16)]  # other people's arrays
     writing()
     stream.synchronize()
     spoilt = sum(not np.array_equal(tenant.get(), np.full(SIZE, THEIRS, np.uint32)) for tenant in tenants)
@@ -643,11 +643,13 @@ for keep in (False, True):
     reading()
     stream.synchronize()
     rows.append(("交给图保管" if keep else "没有人保管", f"{spoilt} 块", "自己的" if ys.get()[0] == MINE else f"别人的（{ys.get()[0]}）"))
-lab.say(lab.table(("图的缓冲", "别人的 4 块新数组，被写坏", "从主机拷来的信，是谁的"), rows))
+lab.say(lab.table(("图的缓冲", "别人的 16 块新数组，被写坏", "从主机拷来的信，是谁的"), rows))
 
 # %% [markdown]
-# 没有一个错误码。图照样把数据写进老地址，而那里已经住着别人；也照样从老地址拷信，而那里已经是别人的信。
+# 没有一个错误码。没有人保管的那张图，照样往老地址写，照样从老地址读，不管那里现在住着谁。
 # 真实的程序里，这表现为“偶尔有几个数不对”，往往要查好几天。
+#
+# 来源换成一个临时的 `bytes` 或普通的 NumPy 数组，道理一样，而且更糟：那块内存可能已经还给了系统，一读就是段错误。
 #
 # 所以 `BuiltGraph` 有 `keep`：**谁拥有图，谁就拥有图指向的一切。** 整理一下：
 #
@@ -719,7 +721,9 @@ lab.say(
 
 # %% [markdown]
 # 一条链的时间随 `k` 成正比：节点总数决定时间。并排的时间起先几乎不动：**最长的那条路径决定时间**，而路径长度一直是 4 个节点。
-# 它后来为什么往上翘？GPU 能同时运行的内核数量有限，SM 的数量也有限；从哪里开始翘，看你自己的那张图。
+# 它后来如果往上翘，是因为 GPU 能同时运行的内核数量有限，SM 的数量也有限；从哪里开始翘，看你自己的那张图。
+#
+# **轮到你**：把 `DEPTH` 从 4 改成 8，两条线各会怎样移动？先写下猜测，再重新运行那一格。
 #
 # 最长路径（longest path，也叫关键路径 critical path）于是成了一把尺子：**图再怎么并行，也快不过最长路径上所有节点的时间之和。**
 # 练习三就从 DOT 里把它算出来。
@@ -774,9 +778,9 @@ lab.say(
     + (
         "两者差不多。"
         if slower < 1.3 * faster
-        else f"这里{'显式' if by_hand_us < by_capture_us else '捕获'}快一些（{slower / faster:.1f} 倍），"
+        else f"这里{'显式' if by_hand_us < by_capture_us else '捕获'}快一些（{slower / faster:.1f} 倍）。"
     )
-    + "大头都是 Python 自己的开销：填结构体、取地址、查属性。"
+    + "两种办法都要在 Python 里逐个准备参数，这部分谁也省不掉。"
 )
 
 # %% [markdown]
@@ -1027,7 +1031,7 @@ def build_diamond(x, rounds, fill):
     x: cupy uint32, 1-D, advanced in place by each launch; it stays the caller's. rounds: int >= 1.
     fill: int, 0 … 2**32 - 1.
     """
-    ### BEGIN SOLUTION: 先建一张空图，分配 left 和 right；再照表格从 A 到 F 逐个加节点，依赖写进列表；最后交给 BuiltGraph，连缓冲一起
+    ### BEGIN SOLUTION: 先建一张空图，再照表格一行一行地加节点，每加一个就留住它；函数返回以后，left 和 right 还要有人拿着
     left, right = cp.empty_like(x), cp.empty_like(x)
     blocks, copy_kind = blocks_for(x), cudart.cudaMemcpyKind.cudaMemcpyDeviceToDevice
     graph = lab.check_cuda(cudart.cudaGraphCreate(0))
@@ -1147,7 +1151,7 @@ def build_twice(body, shift):
     body: BuiltGraph whose nodes all are kernels mix; neither it nor its definition changes, and the buffer that it
     works on stays the caller's. Returns a BuiltGraph of two child graph nodes, one after the other.
     """
-    ### BEGIN SOLUTION: 把 body.graph 加成子图两次，后一次等前一次；再取出后一份克隆，逐个节点读参数、另填一份、写回去，最后实例化
+    ### BEGIN SOLUTION: 先让父图里有两份子图，一份等另一份；再想一想：要改的是哪一份，从哪里拿到它，在什么时候改
     graph = lab.check_cuda(cudart.cudaGraphCreate(0))
     once = lab.check_cuda(cudart.cudaGraphAddChildGraphNode(graph, [], 0, body.graph))
     again = lab.check_cuda(cudart.cudaGraphAddChildGraphNode(graph, [once], 1, body.graph))
@@ -1293,7 +1297,7 @@ def critical_path(dot, us):
     dot: as cudaGraphDebugDotPrint writes it with flags 0, of one graph without child graphs.
     us: time of a node in µs, by the second line of its label.
     """
-    ### BEGIN SOLUTION: 先用正则取出节点的名字和边，再按“前驱在前”的次序，为每个节点算出走到它为止的最多节点数和最长时间
+    ### BEGIN SOLUTION: 先从文本里取出节点和边，再想一想：走到一个节点的最长路径，怎样由它的前驱得到
     import re
     from graphlib import TopologicalSorter
 
@@ -1466,7 +1470,7 @@ def build_tasks(x, tasks):
     x: cupy uint32, 1-D, advanced in place by each launch; it stays the caller's. tasks: list of (b, first, rounds).
     Returns a BuiltGraph without an edge more than needed.
     """
-    ### BEGIN SOLUTION: 为每一片记住它最近的那个节点；每来一个任务，只等自己这一片的最近节点（可能还没有），加完再把记录换成新节点
+    ### BEGIN SOLUTION: 先想一想：轮到一个任务时，清单里排在前面的任务，哪一个是它非等不可、又没有别的边替它保证的
     graph, latest = lab.check_cuda(cudart.cudaGraphCreate(0)), {}
     for b, first, rounds in tasks:
         latest[b] = [kernel_node(graph, latest.get(b, []), mix, 1, lane(x, b), first, rounds, WIDTH)]
