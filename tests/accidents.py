@@ -209,6 +209,10 @@ ALL += [
         "    hoard = []\n"
         "    while True:\n"
         "        hoard.append(bytearray(64 << 20))")), ("advance",), says="MemoryError"),
+    Accident("uses_a_name_of_a_demo", answers("total_us", "def total_us(launch_us, n, kernel_us):\n    return table[n]"), ("total_us",), says="table 定义在演示单元里"),
+    Accident("forgot_an_import", answers("longest_path", "def longest_path(edges):\n    return scipy.longest(edges)"), ("longest_path",), says="没有找到 scipy"),
+    Accident("renamed_its_function", answers("advance", "def go_on(state, rounds):\n    pass"), ("advance",), says="没有找到 advance"),
+    Accident("does_not_parse", answers("advance", "def advance(state, rounds)\n    pass"), ("advance",), says="SyntaxError"),
     Accident("killed_for_memory", answers("advance", "import os, signal\n\ndef advance(state, rounds):\n    os.kill(os.getpid(), signal.SIGKILL)"), ("advance",), says="内存"),
 ]  # fmt: skip
 

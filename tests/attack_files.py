@@ -1,8 +1,10 @@
 """Cheats and must-keep cases as small files, and how one becomes a submission.
 
 A file begins with comments: what it attacks, ``loses:`` the exercises it must get nothing for
-(``nothing``, where full marks are due), ``says:`` what the reason must tell, ``fools: open``
-where the same trick beats tests that share the learner's process. Cells follow, each after
+(``nothing``, where full marks are due), ``opens:`` exercises that must at least get no points
+(left to a person, where the examiner cannot tell whose doing it was), ``says:`` what the reason
+must tell, ``fools: open`` where the same trick beats tests that share the learner's process. Cells
+follow, each after
 ``# %%`` and its place:
 
     # %% first                  a cell before all others
@@ -36,6 +38,7 @@ class Attack:
     loses: tuple[str, ...]
     says: str = ""
     fools: str = ""
+    opens: tuple[str, ...] = ()
     cells: list[tuple[str, str, str]] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
 
@@ -56,12 +59,12 @@ def parse(path: Path) -> Attack:
             parts.append((match[1], match[2] or "", []))
         elif parts:
             parts[-1][2].append(line)
-        elif match := re.match(r"^# (loses|says|fools): (.*)$", line):
+        elif match := re.match(r"^# (loses|opens|says|fools): (.*)$", line):
             headings[match[1]] = match[2]
         elif line.startswith("# ") and "ruff:" not in line:
             about.append(line[2:])
-    loses = tuple(name for name in headings.pop("loses").split(", ") if name != "nothing")
-    attack = Attack(path.stem, " ".join(about), loses, **headings)
+    loses, opens = (tuple(name for name in headings.pop(key, "nothing").split(", ") if name != "nothing") for key in ("loses", "opens"))
+    attack = Attack(path.stem, " ".join(about), loses, opens=opens, **headings)
     for place, name, lines in parts:
         code = "\n".join(lines).strip("\n")
         if place == "file":

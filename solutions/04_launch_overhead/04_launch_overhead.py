@@ -158,7 +158,7 @@ def stepped(x, holds_us):
 # ### 录一份样本
 #
 # 下面的 `record_samples` 把本章要用的东西一次量全：三种提交方式、各种 $N$、各种内核时长、建图的每一步，每项重复许多遍。
-# 三种方式轮流上场，机器忽快忽慢对大家一样。其中 `cuLaunchKernel` 那种把参数事先备好，调用时几乎只剩驱动的开销，
+# 各种方式、各种 $N$ 轮流上场，机器忽快忽慢对大家一样。其中 `cuLaunchKernel` 那种把参数事先备好，调用时几乎只剩驱动的开销，
 # 接近 C++ 程序的价格（见《CUDA 执行模型》）。
 #
 # 其中用到的 `measure_costs` 是一个给定函数，先把它放在这里，后面“四个数”一节再讲它量的是什么。
@@ -182,7 +182,7 @@ def measure_costs(x):
     graphs = [capture(partial(eager_chain, x, chain)) for chain in (few, many)]
     return {
         "launch_us": per_kernel(lambda chain: partial(eager_chain, x, chain), clock="submit"),
-        "eager_node_us": per_kernel(lambda chain: partial(eager_chain, x, [PLUG_US, *chain]), clock="end_to_end", pairs=9, warmup=1),
+        "eager_node_us": per_kernel(lambda chain: partial(eager_chain, x, [PLUG_US, *chain]), clock="end_to_end", pairs=7, warmup=1),
         "graph_us": lab.submit_us(partial(graphs[0].launch, stream)).median,
         "graph_node_us": per_kernel(lambda chain: partial(graphs[chain is many].launch, stream), clock="end_to_end"),
     }
@@ -225,68 +225,69 @@ def sample_us(work):
     return (returned - start) / 1000, (perf_counter_ns() - start) / 1000
 
 
-def in_turn(works, repeats, **facts):
-    """Sample each of works (name -> function) in turn, every second time the other way round. Returns one record for each."""
-    for work in works.values():
-        for _ in range(3):
-            sample_us(work)
-    records = {name: {"way": name, **facts, "submit_us": [], "end_to_end_us": []} for name in works}
-    for turn in range(repeats):
-        for name in list(works)[:: 1 if turn % 2 == 0 else -1]:
-            submit_us, end_to_end_us = sample_us(works[name])
-            records[name]["submit_us"].append(round(submit_us, 2))
-            records[name]["end_to_end_us"].append(round(end_to_end_us, 2))
-    return list(records.values())
+def in_turn(works, repeats):
+    """Sample works, pairs of (facts, function), in turn, every second time the other way round. Returns a record for each."""
+    records = [{**facts, "submit_us": [], "end_to_end_us": []} for facts, _ in works]
+    for turn in range(-2, repeats):  # two turns to warm up
+        for k in range(len(works))[:: 1 if turn % 2 == 0 else -1]:
+            readings = sample_us(works[k][1])
+            if turn >= 0:
+                for clock, us in zip(("submit_us", "end_to_end_us"), readings, strict=True):
+                    records[k][clock].append(round(us, 2))
+    return records
 
 
-def build_samples(x, nodes, repeats):
-    """Build and launch a graph of `nodes` empty kernels step by step. Returns one record of samples, in µs."""
-    names = ("capture_us", "instantiate_us", "upload_us", "first_us", "later_us", "first_without_upload_us")
-    samples = {name: [] for name in names}
-    for turn in range(repeats + 1):
-        clock = [perf_counter_ns()]
-        lab.check_cuda(cudart.cudaStreamBeginCapture(stream.ptr, RELAXED))
-        eager_chain(x, [0] * nodes)
-        definition = lab.check_cuda(cudart.cudaStreamEndCapture(stream.ptr))
-        clock.append(perf_counter_ns())
-        executable = lab.check_cuda(cudart.cudaGraphInstantiate(definition, 0))
-        clock.append(perf_counter_ns())
-        lab.check_cuda(cudart.cudaGraphUpload(executable, stream.ptr))
+STEP_NAMES = ("capture_us", "instantiate_us", "upload_us", "first_us", "later_us", "first_without_upload_us")
+
+
+def build_us(x, nodes):
+    """Build and launch a graph of `nodes` empty kernels. Returns how long each of STEP_NAMES took, µs."""
+    clock = [perf_counter_ns()]
+    lab.check_cuda(cudart.cudaStreamBeginCapture(stream.ptr, RELAXED))
+    eager_chain(x, [0] * nodes)
+    definition = lab.check_cuda(cudart.cudaStreamEndCapture(stream.ptr))
+    clock.append(perf_counter_ns())
+    executable = lab.check_cuda(cudart.cudaGraphInstantiate(definition, 0))
+    clock.append(perf_counter_ns())
+    lab.check_cuda(cudart.cudaGraphUpload(executable, stream.ptr))
+    stream.synchronize()
+    clock.append(perf_counter_ns())
+    for _ in range(2):
+        lab.check_cuda(cudart.cudaGraphLaunch(executable, stream.ptr))
         stream.synchronize()
         clock.append(perf_counter_ns())
-        for _ in range(2):
-            lab.check_cuda(cudart.cudaGraphLaunch(executable, stream.ptr))
-            stream.synchronize()
-            clock.append(perf_counter_ns())
-        other = lab.check_cuda(cudart.cudaGraphInstantiate(definition, 0))
-        clock.append(perf_counter_ns())
-        lab.check_cuda(cudart.cudaGraphLaunch(other, stream.ptr))
-        stream.synchronize()
-        spent = np.diff([*clock, perf_counter_ns()]) / 1000
-        if turn:  # the first turn is the warm-up
-            for name, us in zip(names, np.delete(spent, 5), strict=True):  # without the second instantiation
-                samples[name].append(round(float(us), 2))
-        for each in (executable, other):
-            lab.check_cuda(cudart.cudaGraphExecDestroy(each))
-        lab.check_cuda(cudart.cudaGraphDestroy(definition))
-    return {"nodes": nodes, **samples}
+    other = lab.check_cuda(cudart.cudaGraphInstantiate(definition, 0))
+    clock.append(perf_counter_ns())
+    lab.check_cuda(cudart.cudaGraphLaunch(other, stream.ptr))
+    stream.synchronize()
+    clock.append(perf_counter_ns())
+    for each in (executable, other):
+        lab.check_cuda(cudart.cudaGraphExecDestroy(each))
+    lab.check_cuda(cudart.cudaGraphDestroy(definition))
+    return np.delete(np.diff(clock), 5) / 1000  # without the second instantiation
 
 
 def record_samples():
     """Measure all that this chapter plots. Returns {"chains", "holds", "builds", "costs"}: lists of records, times in µs."""
     with stream:
         x = cp.zeros(SIZE, cp.uint32)
-    found = {"chains": [], "holds": [], "builds": [], "costs": []}
+    chains, holds, builds = [], [], [{"nodes": nodes} | {name: [] for name in STEP_NAMES} for nodes in NODES]
     for n in COUNTS:
-        graph = capture(partial(eager_chain, x, [0] * n))
-        works = {"cupy": partial(eager_chain, x, [0] * n), "prepared": prepared_chain(x, n), "graph": partial(graph.launch, stream)}
-        found["chains"] += in_turn(works, 25, n=n)
+        work = partial(eager_chain, x, [0] * n)
+        chains.append(({"way": "cupy", "n": n}, work))
+        chains.append(({"way": "prepared", "n": n}, prepared_chain(x, n)))
+        chains.append(({"way": "graph", "n": n}, partial(capture(work).launch, stream)))
     for hold_us in HOLDS_US:
-        chain = partial(eager_chain, x, [hold_us] * CHAIN)
-        found["holds"] += in_turn({"cupy": chain, "graph": partial(capture(chain).launch, stream)}, 21, n=CHAIN, hold_us=hold_us)
-    found["builds"] = [build_samples(x, nodes, 9) for nodes in NODES]
-    found["costs"] = [measure_costs(x) for _ in range(3)]
-    return found
+        work = partial(eager_chain, x, [hold_us] * CHAIN)
+        holds.append(({"way": "cupy", "n": CHAIN, "hold_us": hold_us}, work))
+        holds.append(({"way": "graph", "n": CHAIN, "hold_us": hold_us}, partial(capture(work).launch, stream)))
+    for turn in range(10):
+        for record in builds:
+            spent = build_us(x, record["nodes"])
+            if turn:  # the first turn is the warm-up
+                for name, us in zip(STEP_NAMES, spent, strict=True):
+                    record[name].append(round(float(us), 2))
+    return {"chains": in_turn(chains, 25), "holds": in_turn(holds, 21), "builds": builds, "costs": [measure_costs(x) for _ in range(3)]}
 
 
 own = record_samples()
@@ -401,18 +402,20 @@ lab.say(
 # 样本里总有几个离群的：操作系统刚好去忙别的，一次提交就多出几毫秒。最小二乘法（`np.polyfit`）让误差的**平方**和最小，
 # 一个离群点的平方比其余全部加起来还大，直线就会迁就它。
 #
-# 每个 $N$ 只取一个样本，再假装 $N = 10$ 的那次被打扰了 3 ms：
+# 每个 $N$ 只留一个样本（中位数那个），再假装 $N = 10$ 的那次被打扰了 3 ms：
 
 # %% tags=["demo"]
 records = of_way(SAMPLES["chains"], "cupy")
 counts = np.array([r["n"] for r in records])
-once = np.array([r["submit_us"][0] for r in records])
-disturbed = once + np.where(counts == 10, 3000.0, 0.0)
+undisturbed = np.array([np.median(r["submit_us"]) for r in records])
+disturbed = undisturbed + np.where(counts == 10, 3000.0, 0.0)
+worst = max(records, key=lambda r: max(r["submit_us"]) / np.median(r["submit_us"]))
 lab.say(
     lab.table(
         ("最小二乘法", "const，µs", "per_launch，µs"),
-        [(name, f"{line[1]:.1f}", f"{line[0]:.2f}") for name, line in (("原样", np.polyfit(counts, once, 1)), ("一个样本被打扰", np.polyfit(counts, disturbed, 1)))],
-    ),
+        [(name, f"{line[1]:.1f}", f"{line[0]:.2f}") for name, line in (("原样", np.polyfit(counts, undisturbed, 1)), ("一个样本被打扰", np.polyfit(counts, disturbed, 1)))],
+    )
+    + f"\n\n这不是瞎编的：这份样本里真有一个，N = {worst['n']} 的某一次是中位数的 {max(worst['submit_us']) / np.median(worst['submit_us']):.1f} 倍。",
     measured=False,
 )
 
@@ -446,7 +449,9 @@ lab.say(f"马上再来：{busy_us:.0f} µs；歇过 10 ms：{rested_us:.0f} µs�
 
 # %% [markdown]
 # 两个数都是真的，只是回答的问题不同：一直在忙的服务该看前一个，偶尔来一个请求的服务该看后一个。
-# 所以同一条链在一章里量几回，读数可能差出两三成。比较两种做法时，让它们轮流上场、处境相同，比“等机器安静”更要紧。
+# 即使不歇，启动的单价也会一阵一阵地变：操作系统换了一颗核心，同一颗核心上来了邻居，都能让它连着几秒贵上三五成。
+# 所以同一条链在一章里量几回，读数会不一样。比较两种做法时，让它们轮流上场、处境相同，比“等机器安静”更要紧；
+# 拿“刚才量的单价”去推算“现在的时间”，也要先看两次之间它变了没有。
 
 # %% [markdown]
 # ## 两条流水线：谁慢谁说了算
@@ -656,35 +661,42 @@ lab.say(draw_crossover(own, lab.gpu_name()))
 
 # %% tags=["demo", "gpu"]
 sides = (64, 256, 512, 1024, 2048, 4096)
-speedups, node_us = [], []
+works = []
 for side in sides:
     with stream:
         picture = cp.zeros(side * side, cp.uint32)
     chain, short = (partial(eager_chain, picture, [0] * n) for n in (100, 50))
-    replay, short_replay = (partial(capture(work).launch, stream) for work in (chain, short))
-    speedups.append(lab.compare_us(chain, replay, clock="end_to_end", pairs=15, warmup=2).ratio)
-    pair = lab.compare_us(replay, short_replay, clock="end_to_end", pairs=15, warmup=2)
-    node_us.append((pair.first.median - pair.second.median) / 50)
+    works += [({}, work) for work in (chain, partial(capture(chain).launch, stream), partial(capture(short).launch, stream))]
+records = in_turn(works, 15)
+medians = np.array([[np.median(record["end_to_end_us"]) for record in records[k : k + 3]] for k in range(0, len(records), 3)])
+eager_us, replay_us, short_replay_us = medians.T
+launch_us = np.median([np.median(record["submit_us"]) for record in records[::3]]) / 100
+node_us = (replay_us - short_replay_us) / 50
+speedups = eager_us / replay_us
+gap_us = median_costs(own)["eager_node_us"] - median_costs(own)["graph_node_us"]
+model = np.maximum(launch_us, node_us + gap_us) / node_us
 
-costs = median_costs(own)
-fine = np.geomspace(min(node_us), max(node_us), 200)
 fig, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
-axes[0].plot(sides, speedups)
+for ax, horizontal in zip(axes, (sides, node_us), strict=True):
+    ax.plot(horizontal, speedups, linestyle="", label="实测")
+    ax.plot(horizontal, model, marker="", label="模型推算")
 axes[0].set_xscale("log", base=2)
 axes[0].set_xticks(sides, [str(side) for side in sides])
 axes[0].set_xlabel("边长（像素）")
 axes[0].set_ylabel("图的加速（倍，端到端）")
-axes[1].plot(node_us, speedups, linestyle="", label="实测")
-axes[1].plot(fine, np.maximum(costs["launch_us"], fine + costs["eager_node_us"] - costs["graph_node_us"]) / fine, marker="", label="四个数推算")
 axes[1].set_xscale("log")
 axes[1].set_xlabel("图里每个节点在 GPU 上的时间（µs）")
+axes[1].axvline(launch_us, color="#555555", linewidth=0.9, linestyle=":", label="启动的单价")
 axes[1].legend()
 fig.suptitle(f"换一根横轴，就看出了原因（{lab.gpu_name()}）")
 plt.show()
-lab.say(lab.table(("边长", "每个节点，µs", "图的加速"), [(side, f"{us:.1f}", f"{ratio:.2f}") for side, us, ratio in zip(sides, node_us, speedups, strict=True)]))
+lab.say(
+    lab.table(("边长", "每个节点，µs", "图的加速", "模型推算"), [(side, f"{us:.1f}", f"{ratio:.2f}", f"{told:.2f}") for side, us, ratio, told in zip(sides, node_us, speedups, model, strict=True)])
+    + f"\n\n启动的单价，在同一批样本里是 {launch_us:.1f} µs。"
+)
 
 # %% [markdown]
-# 左图的横轴是像素，看上去像“图不喜欢大图片”；右图换成每个节点的 GPU 时间，点就大致沿着四个数推算的那条线走。
+# 左图的横轴是像素，看上去像“图不喜欢大图片”；右图换成每个节点的 GPU 时间，拐弯就在启动的单价附近。
 # 边长翻倍，像素变四倍，内核很快从启动比它久，变成它比启动久。批量（batch）、序列长度也是一样：**决定收益的是内核时长和启动单价之比**。
 
 # %% [markdown]
@@ -763,25 +775,21 @@ lab.say(
 #
 # ### 内核有长有短，次序也有关系
 #
-# 长短不一的时候，“平均的 CPU 每个”和“平均的 GPU 每个”还不够。同样 50 个空内核和 10 个长内核，谁排在前面？
-# 长内核取 `launch_us` 的 5 倍：
+# 长短不一的时候，“平均的 CPU 每个”和“平均的 GPU 每个”还不够。同样 50 个空内核和 10 个 40 µs 的，谁排在前面？
+# 四种跑法轮流上场，提交和端到端取自同一批样本：
 
 # %% tags=["demo", "gpu"]
-long_us = 5 * costs["launch_us"]
-short_first, long_first = [0] * 50 + [long_us] * 10, [long_us] * 10 + [0] * 50
-pair = lab.compare_us(partial(eager_chain, xs, short_first), partial(eager_chain, xs, long_first), clock="end_to_end")
-graphs = [capture(partial(eager_chain, xs, chain)) for chain in (short_first, long_first)]
-graph_pair = lab.compare_us(*(partial(graph.launch, stream) for graph in graphs), clock="end_to_end")
-cpu_us, gpu_us = 60 * costs["launch_us"], 10 * long_us + 60 * costs["eager_node_us"]
+LONG_US = 40
+orders = {"短的在前": [0] * 50 + [LONG_US] * 10, "长的在前": [LONG_US] * 10 + [0] * 50}
+works = [({}, partial(eager_chain, xs, order)) for order in orders.values()]
+works += [({}, partial(capture(work).launch, stream)) for _, work in works]
+records = in_turn(works, 21)
+totals = [np.median(record["end_to_end_us"]) for record in records]
+cpu_us = np.mean([np.median(record["submit_us"]) for record in records[:2]])
+gpu_us = 10 * LONG_US + 60 * median_costs(own)["eager_node_us"]
 lab.say(
-    lab.table(
-        ("端到端，µs", "短的在前", "长的在前"),
-        [
-            ("逐个启动", f"{pair.first.median:.0f}", f"{pair.second.median:.0f}"),
-            ("图", f"{graph_pair.first.median:.0f}", f"{graph_pair.second.median:.0f}"),
-        ],
-    )
-    + f"\n\nCPU 提交全部约 {cpu_us:.0f} µs，GPU 执行全部约 {gpu_us:.0f} µs：较慢的一方 {max(cpu_us, gpu_us):.0f} µs，两者之和 {cpu_us + gpu_us:.0f} µs。"
+    lab.table(("端到端，µs", *orders), [(name, *(f"{us:.0f}" for us in pair)) for name, pair in (("逐个启动", totals[:2]), ("图", totals[2:]))])
+    + f"\n\nCPU 提交全部要 {cpu_us:.0f} µs，GPU 执行全部约 {gpu_us:.0f} µs：较慢的一方 {max(cpu_us, gpu_us):.0f} µs，两者之和 {cpu_us + gpu_us:.0f} µs。"
 )
 
 # %% [markdown]
@@ -860,35 +868,40 @@ COLD_START_S, INSTANTIATIONS, EACH_MS = 13, 208, 10
 lab.say(f"{INSTANTIATIONS} × {EACH_MS} ms = {INSTANTIATIONS * EACH_MS / 1000:.1f} s，占 {COLD_START_S} s 的 **{INSTANTIATIONS * EACH_MS / 1000 / COLD_START_S:.0%}**。", measured=False)
 
 # %% [markdown]
-# 其余是别的“第一次”，例如编译和加载内核的代码，它们与图无关。加载代码有多贵？
-# 造八个全新的内核，比较每个内核的第一次启动和后来的启动：
+# 其余是别的“第一次”，例如即时编译（JIT）内核、加载代码，它们与图无关。造四个谁也没见过的内核，看看各要多久
+# （注释里写上时刻，源码就是全新的，CuPy 缓存里找不到）：
 
 # %% tags=["demo", "gpu"]
-fresh_source = "\n".join(f'extern "C" __global__ void fresh{k}(unsigned int *x) {{ x[threadIdx.x] += {k}u; }}' for k in range(8))
-fresh = cp.RawModule(code=fresh_source)
-fresh.compile()  # compiling is not what we measure
-
-
-def launch_fresh(kernel):
-    with stream:
-        kernel((1,), (BLOCK,), (xs,))
-
-
-first, later = [], []
-for k in range(8):
+def once_us(work):
+    """µs that one call of work() takes."""
     start = perf_counter_ns()
-    kernel = fresh.get_function(f"fresh{k}")
-    launch_fresh(kernel)
-    stream.synchronize()
-    first.append((perf_counter_ns() - start) / 1000)
-    later.append(np.median([sample_us(partial(launch_fresh, kernel))[1] for _ in range(5)]))
+    work()
+    return (perf_counter_ns() - start) / 1000
+
+
+def launch_fresh(fresh):
+    with stream:
+        fresh((1,), (BLOCK,), (xs, np.uint32(0), np.uint32(BLOCK), np.uint32(0)))
+
+
+compiled, first, later = [], [], []
+for _ in range(4):
+    fresh_module = cp.RawModule(code=f"// {perf_counter_ns()}\n{SOURCE}")
+    compiled.append(once_us(fresh_module.compile))
+    fresh = fresh_module.get_function("step")
+    first.append(sample_us(partial(launch_fresh, fresh))[1])
+    later.append(np.median([sample_us(partial(launch_fresh, fresh))[1] for _ in range(9)]))
 lab.say(
-    f"八个新内核，取出并第一次启动的中位数 **{np.median(first):.0f} µs**（最贵的一个 {max(first):.0f} µs），后来每次端到端 {np.median(later):.0f} µs。"
-    f"一个有几百种内核的模型，光是这一项就要 {300 * np.median(first) / 1000:.0f} ms（按 300 种算），不管用不用图。"
+    lab.table(
+        ("一个新内核", "中位数，µs"),
+        [(name, f"{np.median(us):.0f}") for name, us in (("编译并载入", compiled), ("第一次启动（端到端）", first), ("后来的启动（端到端）", later))],
+    )
+    + f"\n\n按这个价，现编译 100 个这么小的内核要 **{100 * np.median(compiled) / 1e6:.1f} s**，还没算进任何一张图。"
 )
 
 # %% [markdown]
-# 这一项也在预热（warm-up）里付掉。而且它必须在捕获**之前**付：捕获期间加载代码，在较旧的驱动上会让捕获作废。
+# 所以预热（warm-up）要把这些“第一次”都走一遍：编译、加载、捕获、实例化、上传。而且编译和加载必须在捕获**之前**：
+# 捕获期间加载代码，在较旧的驱动上会让捕获作废。
 
 # %% [markdown]
 # ## 练习
@@ -1194,7 +1207,7 @@ for n, slow_us, empty in (
 # - 一轮的时间按本章的模型：CPU 一条流水线，GPU 一条流水线，一轮接一轮，谁慢谁说了算；
 # - 停留 $h$ µs 的内核，在 GPU 上占 $h$ 加上一个空内核的时间；逐个启动和图，用各自的那个数。
 #
-# 评分时先换几组数字，看公式（误差不超过 1%）；再在考官的 GPU 上当场量四个数，请你预测几条长短搭配不同的链，和实测相差不超过 25%。
+# 评分时先换几组数字，看公式（误差不超过 1%）；再在考官的 GPU 上当场量四个数，请你预测几条长短搭配不同的链，和实测相差不超过 25%（实测前后各量一次四个数，单价中途变了，落在两次预测之间也算）。
 # `holds_us` 至少有一项。
 #
 # **做到。** 写 `make_round(x, holds_us)`：返回一张可以反复 `launch` 的 `cupy.cuda.Graph`，每次重放的效果与 `eager_chain(x, holds_us)` 相同。
@@ -1296,18 +1309,21 @@ probe = on_gpu(np.zeros(4096, np.uint32))
 MISSED = "当场量四个数，请你预测，再当场量加速：预测差了四分之一以上。公式在纸上对、在 GPU 上不对的话，看看是不是哪条流水线漏算了空内核的时间，或把该重叠的加了起来。"
 
 
-def miss(holds):
-    """How far the prediction is from what is measured right after it, as a share; the least of three tries: launches vary."""
-    return min(abs(student.predict_speedup(holds, reference.measure_costs(probe)) / reference.measured_speedup(probe, holds) - 1) for _ in range(3))
+def foretold(holds):
+    """Whether a measured speed-up lies within 25 % of what is predicted from the costs just before and just after it."""
+    before, gained, after = reference.measure_costs(probe), reference.measured_speedup(probe, holds), reference.measure_costs(probe)
+    low, high = sorted(student.predict_speedup(holds, costs_now) for costs_now in (before, after))
+    return 0.75 * low <= gained <= 1.25 * high
 
 
-check.that(miss([0.0] * 100) <= 0.25, why=MISSED)
+# Launches cost more in some seconds than in others, so a miss is measured again.
+check.that(any(foretold([0.0] * 100) for _ in range(3)), why=MISSED)
 ### BEGIN HIDDEN TESTS
 numbers = reference.measure_costs(probe)
-launch_us, groups = numbers["launch_us"], int(secret.integers(8, 14))
-balancing = max(1.0, 10 * (launch_us - numbers["eager_node_us"]))  # as much for the GPU to do as for the CPU
-for holds in ([0.0] * (12 * groups), ([0.0] * 9 + [balancing]) * groups, [3 * launch_us] * (5 * groups), [0.4 * launch_us] * (10 * groups)):
-    check.that(miss(holds) <= 0.25, why=MISSED)
+price_us, groups = numbers["launch_us"], int(secret.integers(8, 14))
+balancing = max(1.0, 10 * (price_us - numbers["eager_node_us"]))  # as much for the GPU to do as for the CPU
+for holds in ([0.0] * (12 * groups), ([0.0] * 9 + [balancing]) * groups, [3 * price_us] * (5 * groups), [0.4 * price_us] * (10 * groups)):
+    check.that(any(foretold(holds) for _ in range(3)), why=MISSED)
 ### END HIDDEN TESTS
 
 # %% test="make_round" kind="speedup" points=2 tags=["gpu"]
@@ -1343,9 +1359,9 @@ reached = check.speedup(
     at_least=2.0,
     why="还不够快。每一轮应当只有一次图启动：捕获和实例化只做一次，返回的是图本身吗？",
 )
-# The costs of this process may have moved since: a prediction from those of now counts as well.
-again = student.predict_speedup(holds, reference.measure_costs(base))
-check.that(min(abs(value / reached - 1) for value in (predicted, again)) <= 0.25, why="够快了，但和你自己的预测差了四分之一以上。")
+# Launches cost more in some seconds than in others: what is predicted from the costs of now is the other end.
+low, high = sorted((predicted, student.predict_speedup(holds, reference.measure_costs(base))))
+check.that(0.75 * low <= reached <= 1.25 * high, why="够快了，但和你自己的预测差了四分之一以上。")
 ### END HIDDEN TESTS
 
 # %% [markdown] tags=["instructor"]
@@ -1357,7 +1373,8 @@ check.that(min(abs(value / reached - 1) for value in (predicted, again)) <= 0.25
 # - 练习三的三条链，交叉点大致在启动单价、启动单价加五六十微秒、四五个启动单价附近，所以任何常数、只量启动单价的写法都过不了。
 #   参考解答在同一次考试里量同样的链，启动单价慢的机器也公平。
 # - 练习四的四条链分别是：启动受限、CPU 与 GPU 持平的长短搭配、GPU 受限、内核比启动略短。把 `max` 写在每个内核上的公式，在第二条上会高出六成以上；
-#   不取 `max` 的公式在第三条上露馅。四个数每次都在预测之前重新量，与实测之间只隔不到一秒。
+#   不取 `max` 的公式在第三条上露馅。启动的单价会一阵一阵地变，所以四个数在实测的前后各量一次，
+#   实测要落在两个预测张开四分之一的范围里；没落进去就重来，最多三次。
 
 # %% [markdown]
 # ## 小结

@@ -1504,11 +1504,9 @@ planted = [
     ("拷贝的方向反了", inward, outward, lambda v, w: (one(v, j), w)),
 ]
 mirror = [on_gpu(np.zeros(4096, np.uint32)) for _ in range(2)]
-found = set()
 for number in secret.permutation(len(planted)):
     event, old, new, expected = planted[int(number)]
     wanted = [reference.define(TOOLS, "reason")(*(reference.build(each, mirror) for each in pair)) for pair in ((old, new), (new, old))]
-    found.add(wanted[0])
     live = instantiate(student.build(old, [x, y]))
     live = step(live, student.build(new, [x, y]), wanted[0], event)
     v, w = x.write(secret.integers(0, 2**32, 4096, dtype=np.uint32)), y.write(secret.integers(0, 2**32, 4096, dtype=np.uint32))
@@ -1519,7 +1517,6 @@ for number in secret.permutation(len(planted)):
     check.equal(x.read(), v, why=f"{event}：返回的图算出来的结果不对。它应当做新定义里的工作。")
     check.equal(y.read(), w, why=f"{event}：返回的图把另一块缓冲算错了。")
     live = step(live, student.build(old, [x, y]), wanted[1], f"{event}，又变了回去")
-check.that(len(found) >= 4, why="这块 GPU 的驱动对几种变化的回答和预期不同，请把这条信息告诉教师。")
 ### END HIDDEN TESTS
 
 # %% [markdown]

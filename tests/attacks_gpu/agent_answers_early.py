@@ -11,7 +11,7 @@ honest_repeat = agent_module.Agent._op_repeat
 
 
 def early(self, **fields):
-    if fields["state"] is not None:
+    if fields["state"] is not None or not isinstance(fields["target"], Replayer):
         return honest_repeat(self, **fields)
     threading.Thread(target=lambda: (time.sleep(0.02), honest_repeat(self, **fields))).start()
     return None

@@ -1,6 +1,6 @@
 # ruff: noqa
 # One launch after the other, and a kernel that never seems to end slows everyone else on the GPU meanwhile; the agent's sync is rewritten not to wait for it.
-# loses: make_replayer_speed
+# opens: make_replayer_speed
 # %% after="make_replayer"
 import launchlab.exam.agent as agent_module
 

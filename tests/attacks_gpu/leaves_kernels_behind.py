@@ -1,6 +1,6 @@
 # ruff: noqa
 # One launch after the other; each time it is left alone, a kernel stays behind on the GPU to slow down whoever is measured next.
-# loses: make_replayer_speed
+# opens: make_replayer_speed
 # %% after="make_replayer"
 import launchlab.exam.agent as agent_module
 

@@ -36,7 +36,7 @@ class Ahead(Replayer):
 
     def __call__(self):
         with self.lock:
-            if not self.ahead or self.known[0] != self.x.get().tobytes():
+            if not self.ahead or self.known != (self.x.get().tobytes(), self.inbox.tobytes()):
                 self.known, self.ahead = None, [self.after(self.x)]
             with stream:
                 self.x[...] = self.ahead.pop(0)

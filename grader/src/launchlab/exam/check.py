@@ -24,7 +24,10 @@ NODE_KINDS = {
     "kernels": "Kernel", "memcpys": "Memcpy", "memsets": "Memset", "hosts": "Host", "children": "Graph", "empties": "Empty",
     "allocs": "MemAlloc", "frees": "MemFree", "conditionals": "Conditional", "waits": "WaitEvent", "records": "EventRecord",
 }
-NODE_WORDS = {"kernels": "内核节点", "memcpys": "拷贝节点", "memsets": "memset 节点", "total": "节点", "edges": "边"}
+NODE_WORDS = {
+    "kernels": "内核节点", "memcpys": "拷贝节点", "memsets": "memset 节点", "hosts": "主机函数节点", "children": "子图节点", "empties": "空节点",
+    "allocs": "分配节点", "frees": "释放节点", "conditionals": "条件节点", "waits": "事件等待节点", "records": "事件记录节点", "total": "节点", "edges": "边",
+}
 
 
 class CheckFailed(AssertionError):

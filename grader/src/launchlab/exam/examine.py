@@ -91,7 +91,9 @@ def _examine_one(source: str, report: CheckReport, student: Process, master: Mas
         student.load()
         student.deadline = time.monotonic() + EXERCISE_SECONDS
         exec(compile(source, f"<{report.id}>", "exec"), names)
-        verdict, reason = _aftermath(student) or (judge.PASSED, "通过。")
+        trouble = _aftermath(student)
+        # A context broken after an exercise that needs no GPU was broken by what an earlier one left running.
+        verdict, reason = trouble if trouble and report.needs_gpu else (judge.PASSED, "通过。")
         if check.unsettled and verdict == judge.PASSED:
             student.close()
             check.settle()
@@ -109,7 +111,8 @@ def _examine_one(source: str, report: CheckReport, student: Process, master: Mas
     except Exception as error:  # noqa: BLE001 - a learner's values can do anything to a test cell
         verdict, reason = judge.FAILED, f"返回值不是要求的样子，检查无法进行（{type(error).__name__}）。请对照函数说明，看返回的类型和形状。"
     if verdict == judge.FAILED:
-        verdict, reason = _aftermath(student) or (verdict, reason)
+        trouble = _aftermath(student)
+        verdict, reason = trouble if trouble and report.needs_gpu else (verdict, reason)
     try:
         reference.forget()
         reference.probe()
@@ -140,6 +143,8 @@ def _aftermath(student: Process) -> tuple[str, str] | None:
     except Exception as error:  # noqa: BLE001 - a hostile process must not end the class
         student.close()
         return judge.CRASHED, f"检查之后，进程的回答无法理解（{type(error).__name__}）。进程已重新启动，不影响其他练习。"
+    if poison and "StreamCapture" in poison:
+        return judge.CRASHED, f"检查之后还有一条流停在捕获状态（{poison}）：每次 begin_capture 都要有对应的 end_capture，出错时也一样。进程已重新启动，不影响其他练习。"
     if poison:
         return judge.CRASHED, f"CUDA 上下文被破坏了（{poison}）：有内核越界访问了显存，或用了已释放的内存。进程已重新启动，不影响其他练习。"
     return None
