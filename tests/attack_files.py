@@ -48,7 +48,7 @@ class Attack:
 
 def load(folder: Path) -> list[Attack]:
     """All attacks of a folder, by name."""
-    return [parse(path) for path in sorted(folder.glob("*.py"))]
+    return [parse(path) for path in sorted(folder.glob("*.txt"))]
 
 
 def parse(path: Path) -> Attack:
@@ -61,7 +61,7 @@ def parse(path: Path) -> Attack:
             parts[-1][2].append(line)
         elif match := re.match(r"^# (loses|opens|says|fools): (.*)$", line):
             headings[match[1]] = match[2]
-        elif line.startswith("# ") and "ruff:" not in line:
+        elif line.startswith("# "):
             about.append(line[2:])
     loses, opens = (tuple(name for name in headings.pop(key, "nothing").split(", ") if name != "nothing") for key in ("loses", "opens"))
     attack = Attack(path.stem, " ".join(about), loses, opens=opens, **headings)

@@ -31,8 +31,8 @@ SHORT = """
 import importlib as _importlib
 
 _party, _process, _remote = (_importlib.import_module("launchlab.exam." + _name) for _name in ("party", "process", "remote"))
-_process.CELL_SECONDS, _process.LOAD_SECONDS, _remote.BUILD_SECONDS = 8.0, 60.0, 6.0
-_party.Party.ask.__kwdefaults__["seconds"] = 6.0
+_process.CELL_SECONDS, _process.LOAD_SECONDS, _remote.BUILD_SECONDS = 6.0, 60.0, 5.0
+_party.Party.ask.__kwdefaults__["seconds"] = 5.0
 """
 
 

@@ -67,7 +67,7 @@ def main(out: Path, seconds: float) -> int:
     master.reference.load()
     students = {}
     for case, name in CASES.items():
-        nb = notebook(attack_files.parse(FOLDER / f"{name}.py"), which)
+        nb = notebook(attack_files.parse(FOLDER / f"{name}.txt"), which)
         make_kernel = partial(Kernel, given=which.solution.parent, sandboxed=sandbox.works())
         students[case] = Process(master.cells_to_run(nb), make_kernel, True)
     exams: list[dict] = []

@@ -1,5 +1,6 @@
 """One class, graded once by the real nbgrader: all cheats, all accidents, and the honest between them."""
 
+import html
 import re
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import accidents
 import attack_files
 import pytest
 from course_copy import NAME, POINTS, Course, once
-from nbformat.v4 import new_code_cell, new_markdown_cell
+from nbgrader.api import Gradebook
 
 ATTACKS = attack_files.load(Path(__file__).parent / "attacks")
 CLOSED = ("failed", "crashed", "timed out")
@@ -104,8 +105,6 @@ def test_accident(graded, marks, accident):
 
 
 def test_what_was_open_waits_for_a_person(graded):
-    from nbgrader.api import Gradebook
-
     with Gradebook(f"sqlite:///{graded.build / 'gradebook.db'}", "launchlab") as gradebook:
         assert gradebook.find_grade("test_advance", NAME, NAME, "truncated").needs_manual_grade
         assert not gradebook.find_grade("test_advance", NAME, NAME, "segfault").needs_manual_grade
@@ -124,8 +123,6 @@ def hidden_lines(graded: Course) -> list[str]:
 
 
 def test_feedback_shows_no_hidden_test(graded):
-    import html
-
     log = (graded.root / "generate_feedback.log").read_text(encoding="utf-8")
     assert log.endswith("exit 0\n"), [line for line in log.splitlines() if "ERROR" in line]
     lines = hidden_lines(graded)

@@ -49,5 +49,5 @@ def test_a_shared_process_is_fooled(attack, course, tmp_path):
 
 def test_an_honest_mistake_is_seen_there_too(course, tmp_path):
     """Control of the control: without a trick a wrong answer fails. (In open mode the reference is the learner's own.)"""
-    attack = attack_files.parse(FOLDER / "answers_shown_tests_only.py")
+    attack = attack_files.parse(FOLDER / "answers_shown_tests_only.txt")
     assert "total_us" in failed_tests(attack, course, tmp_path / "work")

@@ -1,3 +1,0 @@
-# ruff: noqa
-# The solution itself.
-# loses: nothing
