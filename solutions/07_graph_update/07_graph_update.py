@@ -266,7 +266,8 @@ print(read)
 # **所以这一章改内核节点一律用驱动 API（`cu` 开头，没有 `da`）**；两套 API 的句柄通用，可以混着用。
 #
 # 读到的结构里，`func` 是函数，`gridDimX`、`blockDimX` 是网格和块，`kernelParams` 是一个 `void**`：
-# 一串指针，每个指针指着一个参数的值。**这些内存属于节点，只准看，不准改**；往里写是未定义行为，llama.cpp 就吃过这个亏。
+# 一串指针，每个指针指着一个参数的值。**这些内存属于节点，只准看，不准改**；往里写是未定义行为，
+# llama.cpp 里就有人报告过这样的代码，当时碰巧能用。
 #
 # `kernelParams` 里没有类型，有几个参数、各是几个字节，要自己知道。下面几个给定的函数帮你读：
 
@@ -377,7 +378,7 @@ print("查图里的每一个指针：    ", [hex(address) for address in stale(l
 #
 # 用 `cuGraphExecKernelNodeSetParams(可执行图, 节点, 参数)`。三条规矩：
 #
-# - **节点句柄来自定义**。可执行图自己没有节点可查，驱动靠定义里的句柄去找对应的那一个，所以定义要留着，不能销毁；
+# - **节点句柄来自定义**，就是实例化时用的那一个。可执行图自己没有节点可查，驱动靠定义里的句柄去找对应的节点，所以定义要留着，不能销毁；
 # - **参数要一份全新的结构**，每一项都填。它不是“只改这几项”，没填的就是零；
 # - `kernelParams` 可以给一个元组 `(值的元组, ctypes 类型的元组)`，`cuda.bindings` 会替你排成 `void**`。
 #
@@ -513,7 +514,7 @@ print(f"网格照旧：{2 * SIZE} 个元素里有 {wrong} 个没有算；网格�
 # ## 改一个拷贝节点
 #
 # 拷贝节点不涉及内核函数，运行时 API 就够了：`cudaGraphExecMemcpyNodeSetParams1D(可执行图, 节点, 目标, 来源, 字节数, 方向)`，
-# `1D` 指连续的一段内存。地址和字节数都可以变。方向呢？
+# `1D` 指连续的一段内存；方向里的 D 是设备（device），H 是主机（host），`DtoD` 就是从设备到设备。地址和字节数都可以变，方向呢？
 
 # %% tags=["demo", "gpu"]
 DtoD, HtoD = cudart.cudaMemcpyKind.cudaMemcpyDeviceToDevice, cudart.cudaMemcpyKind.cudaMemcpyHostToDevice
@@ -543,7 +544,7 @@ print(f"改成从主机内存拷：{error.name}（{int(error)}）")
 
 # %% [markdown]
 # 文档的说法是：来源和目标要和原来的同属一类内存、同一个上下文（context，即一个进程在一块 GPU 上的全部状态）。
-# 从设备内存换成主机内存，就不是同一件事了，以上面打印的返回码为准。
+# 从设备内存换成主机内存，就不是同一件事了；个别平台比较宽松，以上面打印的返回码为准。
 #
 # ## 关掉一个节点
 #
@@ -570,14 +571,16 @@ lab.check_cuda(driver.cuGraphNodeSetEnabled(three.graphExec, middle, 0))
 rows.append(("关掉中间那个", ran()))
 new_definition = define(lambda: [launch_mix(state, i) for i in range(3)])
 lab.check_cuda(cudart.cudaGraphExecUpdate(three.graphExec, new_definition))
-rows.append((f"整图更新之后，节点的开关状态是 {lab.check_cuda(driver.cuGraphNodeGetEnabled(three.graphExec, middle))}", ran()))
-lab.check_cuda(driver.cuGraphNodeSetEnabled(three.graphExec, middle, 1))
-rows.append(("重新打开", ran()))
+error, switch = driver.cuGraphNodeGetEnabled(three.graphExec, middle)
+rows.append((f"整图更新之后，`cuGraphNodeGetEnabled` 说：{error.name if int(error) else switch}", ran()))
+(error,) = driver.cuGraphNodeSetEnabled(three.graphExec, middle, 1)
+rows.append((f"重新打开（{error.name}）", ran()))
 lab.check_cuda(cudart.cudaGraphDestroy(new_definition))
 lab.say(lab.table(("动作", "结果"), rows))
 
 # %% [markdown]
-# 第三行值得留意：整图更新换掉的是参数，开关是另一本账。关掉过节点的图，更新以后要自己查一遍开关。
+# 第三行值得留意。文档说，整图更新（后面就讲）换掉的是参数，开关是另一本账：关着的还是关着。
+# 所以关掉过节点的图，更新以后别忘了它。
 
 # %% [markdown]
 # ## 整图更新
@@ -778,15 +781,17 @@ for title, old, new in CHANGES:
 lab.say("原因都以 `cudaGraphExecUpdate` 开头，表里省略了。\n\n" + lab.table(("变化", "回答", "原因", "出错的节点"), rows))
 
 # %% [markdown]
-# 前五种是更新的本分：地址、标量、网格、值，连内核函数都能换（11.2 以前的驱动不行，那时的原因叫 `ErrorFunctionChanged`；
-# 今天的驱动已经不会再给出它）。
+# 前五种是更新的本分：地址、标量、网格、值，连内核函数都能换。11.2 以前的驱动不许换函数，那时的原因叫 `ErrorFunctionChanged`；
+# 枚举里还留着它，今天的驱动已经用不到了，所以造不出来。
 #
-# 后六种动了图的骨架，或者动了实例化时已经定死的东西：
+# 后六种动了图的骨架，或者动了实例化时已经定死的东西。文档是这样归类的：
 #
 # - 节点数、边变了：`ErrorTopologyChanged`；
 # - 节点的种类变了：`ErrorNodeTypeChanged`；
 # - 参数以不支持的方式变了，例如拷贝的方向、二维 memset 的大小：`ErrorParametersChanged`；
 # - 属性变了，例如协作启动：`ErrorAttributesChanged`。
+#
+# 和你的表一致吗？文档特意留了一句：以后的版本可能添加限制，返回码一定要检查。哪一行不同，就以你的表为准。
 #
 # 另一个属性是优先级（priority）。它只在实例化时带了 `cudaGraphInstantiateFlagUseNodePriority` 才起作用；
 # 那么，没带这个标志的图，优先级可以随便改吗？
@@ -1076,6 +1081,8 @@ for n in sizes:
 fig, ax = plt.subplots()
 for name, times in measured.items():
     ax.loglog(sizes, times, label=name, linestyle="--" if name == "什么都不改" else "-")
+ax.set_xticks(sizes, [str(n) for n in sizes])
+ax.minorticks_off()
 ax.set_xlabel("图的节点数")
 ax.set_ylabel("一个请求的端到端时间（µs）")
 ax.set_title(f"一个标量变了，怎么办（{lab.gpu_name()}）")
@@ -1095,10 +1102,10 @@ lab.say(
 # %% tags=["demo", "gpu"]
 from time import perf_counter_ns
 
-routes = Routes(198)
+routes, edited = Routes(198), Routes(198)
 steps = {"重新捕获": [], "实例化": [], "整图更新": [], "改定义里的一个节点": [], "改可执行图的一个节点": []}
 for _ in range(13):
-    changes = [routes.changed(), routes.changed()]
+    changes = [routes.changed(), edited.changed()]
     clock = [perf_counter_ns()]
     graph = routes.recaptured()
     clock.append(perf_counter_ns())
@@ -1108,13 +1115,14 @@ for _ in range(13):
     clock.append(perf_counter_ns())
     lab.check_cuda(driver.cuGraphKernelNodeSetParams(routes.nodes[1], changes[0]))
     clock.append(perf_counter_ns())
-    lab.check_cuda(driver.cuGraphExecKernelNodeSetParams(routes.live, routes.nodes[1], changes[1]))
+    lab.check_cuda(driver.cuGraphExecKernelNodeSetParams(edited.live, edited.nodes[1], changes[1]))
     clock.append(perf_counter_ns())
     for spent, us in zip(steps.values(), np.diff(clock) / 1000, strict=True):
         spent.append(us)
     lab.check_cuda(cudart.cudaGraphExecDestroy(made))
     lab.check_cuda(cudart.cudaGraphDestroy(graph))
 routes.close()
+edited.close()
 
 cost = {name: float(np.median(spent[3:])) for name, spent in steps.items()}  # the first three are warm-up
 whole, single_cost = cost["改定义里的一个节点"] + cost["整图更新"], cost["改可执行图的一个节点"]
@@ -1127,8 +1135,8 @@ lab.say(
 # %% [markdown]
 # 怎么读这两张表：
 #
-# - “更新比重建便宜”只说对了一半。**更新省的是实例化**；如果新定义是重新捕获来的，捕获的钱照付。
-#   在 Python 里，捕获要把每次启动的代码重跑一遍，往往是更贵的那一半。C++ 程序的捕获便宜些，比例会不同。
+# - 课程最初的讲义建议“优先使用 `cudaGraphExecUpdate`，而不是重新捕获整张图”。这句话只说对了一半：
+#   **更新省的是实例化**；如果新定义是重新捕获来的，捕获的钱照付。在 Python 里，捕获要把每次启动的代码重跑一遍，往往是更贵的那一半。C++ 程序的捕获便宜些，比例会不同。
 # - 连捕获也想省，就别捕获：改定义再整图更新，或者直接改节点参数。
 # - 改几个节点时，节点参数最省；要改的节点很多时，整图更新反而便宜。分界线看上面算出来的那个数。
 #
@@ -1138,7 +1146,7 @@ lab.say(
 # ## 什么时候更新，什么时候放弃
 #
 # 更新很便宜，但不是白送的。请求的“样子”（形状、地址、内核的选择合在一起，叫属性键）如果每次都在变，
-# 那么每次都捕获、更新，还不如老老实实逐个启动。llama.cpp 就为这件事改过好几轮：
+# 那么每次都捕获、更新，还不如老老实实逐个启动。llama.cpp 就为这件事改过好几轮，大致是：
 #
 # - 最初的办法：连着变几次，就认定这个模型不适合用图，**永远关掉**。结果开头处理提示词时变了几次，后面几千步稳定的生成再也用不上图；
 # - 去掉这个限制，又遇到另一种：两种样子来回跳，于是**每一步都更新**；
