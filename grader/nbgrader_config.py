@@ -8,10 +8,11 @@ it at another course (the tests do that), LAUNCHLAB_BUILD at another place for w
 import os
 import sys
 
-from launchlab.course.stubs import StubSolutions
-from launchlab.paths import BUILD, ROOT
 from nbconvert.preprocessors import ClearMetadataPreprocessor, CSSHTMLHeaderPreprocessor, TagRemovePreprocessor
 from nbgrader import preprocessors as steps
+
+from launchlab.course.stubs import StubSolutions
+from launchlab.paths import BUILD, ROOT
 
 c = get_config()  # noqa: F821 (nbgrader puts it there)
 

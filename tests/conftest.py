@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from launchlab import manifest, paths
 from launchlab.course import build
 

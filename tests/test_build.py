@@ -8,11 +8,12 @@ import sys
 
 import nbformat
 import pytest
+from nbgrader.utils import is_grade, is_solution
+
 from launchlab import paths
 from launchlab.course import build, rules, source
 from launchlab.course.release import ReleaseError
 from launchlab.manifest import chapters
-from nbgrader.utils import is_grade, is_solution
 
 READY = [pytest.param(each, id=each.name) for each in chapters() if each.ready]
 REGION = re.compile(r"### BEGIN (?:SOLUTION|HIDDEN TESTS).*?\n(.*?)### END (?:SOLUTION|HIDDEN TESTS)", re.DOTALL)

@@ -2,11 +2,12 @@
 
 import nbformat
 import pytest
+from nbgrader.utils import is_grade
+
 from launchlab.course import source
 from launchlab.course.execute import CellFailed, execute
 from launchlab.device import has_gpu
 from launchlab.manifest import chapters
-from nbgrader.utils import is_grade
 
 READY = [pytest.param(each, id=each.name) for each in chapters() if each.ready]
 

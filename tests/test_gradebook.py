@@ -7,10 +7,11 @@ import subprocess
 import sys
 
 import pytest
+from nbgrader.api import Gradebook
+
 from launchlab import paths
 from launchlab.course import build, gradebook
 from launchlab.course.release import CONFIG, ReleaseError, settings
-from nbgrader.api import Gradebook
 
 
 @pytest.fixture(scope="session")

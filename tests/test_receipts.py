@@ -5,6 +5,7 @@ from copy import deepcopy
 
 import nbformat
 import pytest
+
 from launchlab import paths
 from launchlab.course import build, receipt, record
 from launchlab.device import Gpu

@@ -15,7 +15,7 @@ def main(arguments: list[str]) -> int:
     steps = {
         "ruff check": [str(scripts / "ruff"), "check", "--config", config, "."],
         "typos": [str(scripts / "typos"), "--config", config],
-        "pytest": [sys.executable, "-m", "pytest", "-c", config, "--rootdir", ".", *(arguments or ["tests"])],
+        "pytest": [sys.executable, "-m", "pytest", "-c", config, "--rootdir", ".", "-n", "2", "--dist", "loadfile", *(arguments or ["tests"])],
     }
     environment = {**os.environ, "PYTHONPATH": str(paths.GRADER / "src"), "LAUNCHLAB_ROOT": str(paths.ROOT)}
     failed = False
