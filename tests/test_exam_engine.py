@@ -269,6 +269,26 @@ def test_who_passes_a_speedup(monkeypatch, student_type, per_run, verdict):
     assert found == verdict
 
 
+@pytest.mark.parametrize(("candidate", "slowed", "best_slowed", "due"), [
+    (0.20, 1.0, 1.0, False),  # a graph, on a quiet machine
+    (0.20, 2.0, 1.0, False),  # a graph; the baseline ran at half its speed, and it is fast enough all the same
+    (1.00, 2.5, 1.0, True),  # as slow as the baseline, which was slowed down
+    (0.80, 1.5, 3.0, True),  # the bar fell with a reference that was slowed down
+])
+def test_a_pass_owed_to_a_slow_neighbour_is_left_open(candidate, slowed, best_slowed, due):
+    def pair(per_run):
+        return [[2, 0.002 + 2 * per_run], [22, 0.002 + 22 * per_run]]
+
+    best = 2e-4 * best_slowed
+    rounds = [{"baseline": pair(1e-3 * slowed), "best": pair(best), "candidate": [22, 0.002 + 22e-3 * candidate]} for _ in range(judge.PAIRS)]
+    quiet = [{"baseline": pair(1e-3), "best": pair(2e-4)}] * 7
+    record = {"check": "speedup", "at_least": 2.0, "ceiling": 2.0, "states_differ": 0, "attempts": [rounds], "quiet": quiet}
+    assert judge.speedup(rounds, 2.0)["verdict"] == "passed"
+    assert judge.disturbed(record) is due
+    assert judge.recompute([record], 2.0) == (("inconclusive", None) if due else ("passed", 2.0))
+    assert judge.recompute([record | {"quiet": []}], 2.0)[0] == "inconclusive"
+
+
 def test_a_speedup_leaves_its_samples(monkeypatch):
     check, _ = exam(monkeypatch, Student, 2.5e-4)
     (record,) = json.loads(json.dumps(check.records))

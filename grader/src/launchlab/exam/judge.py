@@ -16,9 +16,6 @@ PAIRS = 21
 RANK = 5  # the RANK-th smallest and largest of PAIRS bound the median
 FLOOR = 1.2  # no bar is lower: less cannot be told from noise on a busy machine
 LEAST_GAIN = 1.5  # of the reference itself: a bar of 1.2 must lie clearly below it
-# How much slower the trusted sides may have run beside the learner's process than after its end. The
-# baseline's launches are a CPU's work and vary by a quarter on an idle machine; a graph's hardly do.
-DISTURBED = {"baseline": 1.5, "best": 1.3}
 SHARE = 0.5  # of the reference's own gain in the same exam
 TOO_FAST = 2.0  # times the reference's own speed: the work asked for cannot have been done
 
@@ -98,13 +95,26 @@ def speedup(rounds: list[dict], at_least: float, ceiling: float | None = TOO_FAS
 
 
 def disturbed(record: dict) -> bool:
-    """Whether a trusted side ran clearly slower in the rounds than in ``record["quiet"]``, after the learner's process had ended."""
-    for name, most in DISTURBED.items():
-        during, quiet = ([slope(r[name]) for r in rounds] for rounds in (record["attempts"][-1], record["quiet"]))
-        during, quiet = ([value for value in values if not math.isnan(value)] for values in (during, quiet))
-        if not during or not quiet or statistics.median(during) > most * statistics.median(quiet):
-            return True
-    return False
+    """Whether a passed speed-up may be owed to others having been slowed down.
+
+    ``record["quiet"]`` holds the trusted sides as measured after the learner's process had
+    ended. The candidate's ratio is taken for as much smaller as the baseline ran slower in the
+    rounds than then, and the bar is set by the better of the reference's two gains: what still
+    passes is no gift of a busy machine, whoever kept it busy.
+    """
+    quiet = {name: _typical(record["quiet"], name) for name in ("baseline", "best")}
+    if any(math.isnan(value) for value in quiet.values()):
+        return True
+    result = speedup(record["attempts"][-1], record["at_least"], record["ceiling"])
+    slowed = max(1.0, _typical(record["attempts"][-1], "baseline") / quiet["baseline"])
+    bar = max(FLOOR, min(record["at_least"], SHARE * max(result["best"], quiet["baseline"] / quiet["best"])))
+    needed = bar if result["credit"] == 1 else max(FLOOR, (1 + bar) / 2)
+    return result["low"] / slowed < needed
+
+
+def _typical(rounds: list[dict], name: str) -> float:
+    slopes = [value for value in (slope(r[name]) for r in rounds) if not math.isnan(value)]
+    return statistics.median(slopes) if slopes else math.nan
 
 
 def recompute(records: list[dict], points: float) -> tuple[str, float | None]:
