@@ -219,4 +219,4 @@ def _near(got: Any, want: Any, rel: float, abs: float) -> Any:
 
 def _word(value: Any) -> str:
     words = {bool: "布尔值", int: "整数", float: "小数", str: "字符串", list: "列表", dict: "字典", np.ndarray: "数组", type(None): "None"}
-    return words.get(type(value), value.kind if isinstance(value, Handle) else type(value).__name__)
+    return words.get(type(value), "别的对象")  # not its class's name, which a learner chooses and could put anything into
