@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import re
 import shutil
-import threading
 import time
 import traceback
 from functools import partial
@@ -53,7 +52,7 @@ def examine(nb: NotebookNode, chapter: Chapter, files: Path | None = None) -> Re
     started = time.perf_counter()
     master = Master.of(chapter)
     gpu = find_gpu()
-    sandboxed = _sandbox_works()
+    sandboxed = sandbox.works()
     report = Report(chapter.name, "bubblewrap" if sandboxed else "none", gpu.name if gpu else None, gpu.driver if gpu else None, versions())
     tests = [(cell, master.tests[cell.metadata.nbgrader.grade_id]) for cell in nb.cells if _is_test(cell, master)]
     if any(gpu or not test.needs_gpu for _, test in tests):
@@ -91,9 +90,7 @@ def _examine_one(source: str, report: CheckReport, student: Process, master: Mas
         student.load()
         student.deadline = time.monotonic() + EXERCISE_SECONDS
         exec(compile(source, f"<{report.id}>", "exec"), names)
-        trouble = _aftermath(student)
-        # A context broken after an exercise that needs no GPU was broken by what an earlier one left running.
-        verdict, reason = trouble if trouble and report.needs_gpu else (judge.PASSED, "通过。")
+        verdict, reason = _aftermath(student, report) or (judge.PASSED, "通过。")
         if check.unsettled and verdict == judge.PASSED:
             student.close()
             check.settle()
@@ -111,8 +108,7 @@ def _examine_one(source: str, report: CheckReport, student: Process, master: Mas
     except Exception as error:  # noqa: BLE001 - a learner's values can do anything to a test cell
         verdict, reason = judge.FAILED, f"返回值不是要求的样子，检查无法进行（{type(error).__name__}）。请对照函数说明，看返回的类型和形状。"
     if verdict == judge.FAILED:
-        trouble = _aftermath(student)
-        verdict, reason = trouble if trouble and report.needs_gpu else (verdict, reason)
+        verdict, reason = _aftermath(student, report) or (verdict, reason)
     try:
         reference.forget()
         reference.probe()
@@ -129,8 +125,16 @@ def _examine_one(source: str, report: CheckReport, student: Process, master: Mas
     report.seconds = round(time.monotonic() - started, 3)
 
 
-def _aftermath(student: Process) -> tuple[str, str] | None:
-    """Verdict and reason for a process that an exercise left unusable; it is ended. None if all is well."""
+def _aftermath(student: Process, report: CheckReport) -> tuple[str, str] | None:
+    """Verdict and reason for a process that an exercise left unusable; it is ended. None if that exercise is not to blame.
+
+    A context broken after an exercise that needs no GPU was broken by what an earlier one left running.
+    """
+    trouble = _tidy(student)
+    return trouble if report.needs_gpu else None
+
+
+def _tidy(student: Process) -> tuple[str, str] | None:
     student.deadline = time.monotonic() + AFTERMATH_SECONDS
     try:
         student.forget()
@@ -201,7 +205,6 @@ class Master:
     """The solution notebook: what is to be tested, what to run, and the reference's process. Kept warm for a class."""
 
     _known: ClassVar[dict[str, Master]] = {}
-    _lock = threading.Lock()
 
     def __init__(self, chapter: Chapter, text: str):
         self.notebook = nbformat.reads(text, as_version=4)
@@ -216,20 +219,14 @@ class Master:
     def of(cls, chapter: Chapter) -> Master:
         text = chapter.solution.read_text(encoding="utf-8")
         key = hashlib.sha256(f"{chapter.solution}\n{text}".encode()).hexdigest()
-        with cls._lock:
-            if key not in cls._known:
-                cls._end_all()
-                cls._known[key] = cls(chapter, text)
-            return cls._known[key]
+        if key not in cls._known:
+            cls.dismiss()
+            cls._known[key] = cls(chapter, text)
+        return cls._known[key]
 
     @classmethod
     def dismiss(cls) -> None:
         """End of a class: let go of the reference's process and its GPU memory."""
-        with cls._lock:
-            cls._end_all()
-
-    @classmethod
-    def _end_all(cls) -> None:
         while cls._known:
             _, old = cls._known.popitem()
             old.reference.close()
@@ -278,13 +275,6 @@ def _is_test(cell: NotebookNode, master: Master) -> bool:
 
 
 atexit.register(Master.dismiss)
-_works: list[bool] = []
-
-
-def _sandbox_works() -> bool:
-    if not _works:
-        _works.append(sandbox.works())
-    return _works[0]
 
 
 def _fill_outputs(nb: NotebookNode, student: Process, master: Master, gpu: bool) -> None:

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import Empty
 from typing import Any
 
 import zmq
@@ -105,11 +104,11 @@ class Kernel:
     def _start(self, sandboxed: bool) -> None:
         connection = self.folder / "k.json"
         write_connection_file(str(connection), ip=str(self.folder / "s"), transport="ipc", key=os.urandom(16).hex().encode())
-        if "PYTHONPATH" in os.environ:  # relative entries would mean another folder there
-            os.environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in os.environ["PYTHONPATH"].split(os.pathsep) if entry)
         home = self.folder / "home"
         home.mkdir()
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        if "PYTHONPATH" in environment:  # relative entries would mean another folder there
+            environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in environment["PYTHONPATH"].split(os.pathsep) if entry)
         # Python puts the working folder first on the path, and learners may keep modules there.
         environment |= {
             "HOME": str(home), "TMPDIR": str(self.folder), "IPYTHONDIR": str(home), "JUPYTER_CONFIG_DIR": str(home),
@@ -155,9 +154,7 @@ class Kernel:
         while time.monotonic() < deadline:
             try:
                 message = receive(timeout=min(0.05, max(0.001, deadline - time.monotonic())))
-            except Empty:
-                self._check_alive()
-            except Exception:  # noqa: BLE001 - unsigned, sent twice, no JSON: whatever jupyter_client makes of it
+            except Exception:  # noqa: BLE001 - nothing came; or unsigned, sent twice, no JSON: whatever jupyter_client makes of it
                 self._check_alive()
             else:
                 parts = (message.get("header"), message.get("parent_header"), message.get("content"))

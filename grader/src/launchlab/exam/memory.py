@@ -37,7 +37,6 @@ class Block:
         from cuda.bindings import runtime
 
         self._runtime = runtime
-        self.size = size
         self.pointer = checked(runtime.cudaMalloc(-(-max(size, 1) // IPC_BLOCK) * IPC_BLOCK))
 
     def handle(self) -> str:

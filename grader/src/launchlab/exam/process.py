@@ -8,7 +8,6 @@ that one exercise's accident stays that exercise's.
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,8 +50,6 @@ class Process(Party):
         self._make_kernel = make_kernel
         self._kernel: Kernel | None = None
         self._spent = 0.0
-        # The reference loads in a thread of its own. Re-entrant: loading itself asks.
-        self._loading = threading.RLock()
 
     @property
     def cupy_cache(self) -> Path | None:
@@ -61,20 +58,19 @@ class Process(Party):
 
     def load(self) -> None:
         """Start the process and run the cells, unless that is done. Raises `PartyLost`."""
-        with self._loading:
-            if self._kernel is not None:
-                return
-            # An exercise's deadline is not for loading: cells have their own.
-            deadline, self.deadline = self.deadline, None
-            started = time.monotonic()
-            try:
-                self._load(started + min(LOAD_SECONDS, TOTAL_SECONDS - self._spent))
-            except BaseException:
-                self.close()
-                raise
-            finally:
-                self._spent += time.monotonic() - started
-                self.deadline = deadline
+        if self._kernel is not None:
+            return
+        # An exercise's deadline is not for loading: cells have their own.
+        deadline, self.deadline = self.deadline, None
+        started = time.monotonic()
+        try:
+            self._load(started + min(LOAD_SECONDS, TOTAL_SECONDS - self._spent))
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._spent += time.monotonic() - started
+            self.deadline = deadline
 
     def _load(self, until: float) -> None:
         for _ in range(RESTARTS):

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import launchlab
@@ -66,11 +69,9 @@ def wrap(command: list[str], folder: Path, environment: dict[str, str]) -> list[
     return [*bwrap, "--", *command]
 
 
+@cache
 def works() -> bool:
-    """Whether a sandboxed process can be started here (user namespaces may be forbidden)."""
-    import subprocess
-    import tempfile
-
+    """Whether a sandboxed process can be started here (user namespaces may be forbidden). Tried once per process."""
     if not available():
         return False
     with tempfile.TemporaryDirectory(prefix="ll-") as folder:

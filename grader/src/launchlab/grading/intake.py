@@ -12,7 +12,6 @@ import fcntl
 import glob
 import json
 import os
-import re
 import shutil
 import weakref
 from dataclasses import dataclass
@@ -258,8 +257,7 @@ class IntakeExporter(NotebookExporter):
 
     def _sweep(self, submitted: Path) -> None:
         """Remove the half-made result of a grader that was killed: nbgrader would take it for done."""
-        student = re.sub(rf"^{re.escape(str(Path(self.coursedir.root, self.coursedir.submitted_directory)))}/", "", str(submitted)).split("/")[0]
-        done = Path(self.coursedir.format_path(self.coursedir.autograded_directory, student, self.coursedir.assignment_id))
+        done = Path(self.coursedir.format_path(self.coursedir.autograded_directory, submitted.parent.name, self.coursedir.assignment_id))
         if done.is_dir() and not _finished(done):
             self.log.warning("%s: unfinished, grading again", done)
             shutil.rmtree(done)
