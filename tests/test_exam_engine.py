@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from launchlab.exam import judge, timing, wire
-from launchlab.exam.check import CannotTell, Check, CheckFailed, difference
+from launchlab.exam.check import CannotTell, Check, CheckFailed
+from launchlab.exam.compare import difference
 from launchlab.exam.memory import Buffer
 from launchlab.exam.party import Party
 from launchlab.exam.remote import Handle

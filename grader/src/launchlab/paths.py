@@ -23,3 +23,8 @@ COURSE = ROOT / "course"
 GRADER = ROOT / "grader"
 # What grading makes. `LAUNCHLAB_BUILD` keeps a second class (the demo's) apart from the real one.
 BUILD = Path(os.environ.get("LAUNCHLAB_BUILD", ROOT / "build")).resolve()
+
+
+def timing_cache_of(home: Path) -> Path:
+    """The folder in which TensorRT's timing caches are kept for who lives in ``home``."""
+    return home / ".cache" / "launchlab" / "timing"

@@ -167,6 +167,11 @@ class Agent:
             return str(error)[:200]
         return None
 
+    def _op_errors(self) -> list[str]:
+        """What TensorRT reported since the last time, if the notebook uses the course's logger."""
+        engines = sys.modules.get("launchlab.lab.engines")
+        return engines.trt_errors() if engines else []
+
     def _op_forget(self) -> None:
         """Give back what the last exercise left here: objects, newest first, and the examiner's memory."""
         while self._objects:

@@ -15,6 +15,7 @@ import numpy as np
 
 from launchlab.exam import judge, timing
 from launchlab.exam.agent import NotAGraph
+from launchlab.exam.compare import difference, word
 from launchlab.exam.memory import Buffer, CudaError
 from launchlab.exam.party import PartyError, PartyLost
 from launchlab.exam.remote import Handle, unit
@@ -93,11 +94,12 @@ class Check:
             raise CheckFailed(f"{why or f'这里应当抛出 {error}。'}（{what}）")
         self._announce(f"如预期抛出 {error}")
 
-    def nodes(self, graph: Any, why: str = "", **counts: int) -> None:
+    def nodes(self, graph: Any, why: str = "", **counts: int | tuple[int, int | None]) -> None:
         """Numbers of nodes that the driver reports of a captured graph.
 
         ``counts``: any of kernels, memcpys, memsets, hosts, children, empties, allocs, frees,
-        conditionals, waits, records, and total, edges. Supporting evidence, never the only one.
+        conditionals, waits, records, and total, edges; a number, or (least, most) with None for
+        no most, where the number depends on the GPU. Supporting evidence, never the only one.
         """
         try:
             told = graph.party.ask("graph", target=graph) if isinstance(graph, Handle) else None
@@ -107,21 +109,22 @@ class Check:
             told = None
         if told is None:
             self.records.append({"check": "nodes", "wanted": counts, "found": None})
-            raise CheckFailed(f"{why or '这里要一张捕获到的图。'}（返回的是 {_word(graph)}，里面没有图；Stream.end_capture() 返回的才是）")
+            raise CheckFailed(f"{why or '这里要一张捕获到的图。'}（返回的是 {word(graph)}，里面没有图；Stream.end_capture() 返回的才是）")
         kinds = told.get("kinds") if type(told) is dict else None
         kinds, edges = (kinds, told.get("edges")) if type(kinds) is list else ([], [])
         edges = edges if type(edges) is list else []
         found = {name: kinds.count(NODE_KINDS[name]) for name in counts if name in NODE_KINDS}
         found |= {"total": len(kinds), "edges": len(edges)}
         self.records.append({"check": "nodes", "wanted": counts, "found": found})
-        wrong = [name for name, count in counts.items() if found[name] != count]
+        wrong = [name for name, count in counts.items() if not judge.counted(found[name], count)]
         if wrong:
-            told_text = "，".join(f"{NODE_WORDS.get(name, name)}应有 {counts[name]} 个，图里有 {found[name]} 个" for name in wrong)
+            told_text = "，".join(f"{NODE_WORDS.get(name, name)}应有{_many(counts[name])}个，图里有 {found[name]} 个" for name in wrong)
             raise CheckFailed(f"{why or '捕获到的图和要求的不一样。'}（{told_text}）")
-        self._announce("图的结构正确：" + "，".join(f"{NODE_WORDS.get(name, name)} {count} 个" for name, count in counts.items()))
+        self._announce("图的结构正确：" + "，".join(f"{NODE_WORDS.get(name, name)} {found[name]} 个" for name in counts))
 
     def speedup(self, work: Any, *, over: Any, best: Any, state: tuple[Buffer, Buffer], at_least: float,
-                why: str = "", ceiling: float | None = judge.TOO_FAST) -> float:
+                why: str = "", ceiling: float | None = judge.TOO_FAST, draw: Callable[[], np.ndarray] | None = None,
+                rel: float = 0.0, abs: float = 0.0) -> float:
         """``work`` must be faster than ``over`` by a ratio, end to end. See `launchlab.exam.timing`.
 
         ``work``, ``over``, ``best``: handles, functions or partials of functions; ``work`` is
@@ -129,6 +132,9 @@ class Check:
         ``state``: the buffers that ``work`` and ``best`` advance. ``at_least``: the ratio for
         full credit, lowered to half of what ``best`` reaches, never below 1.2. ``ceiling``: how
         many times faster than ``best`` is too good to be the work asked for; None for no limit.
+        ``draw``: makes the secret state of each round, of the buffers' shape and dtype; without
+        it all bytes are random, which floats rarely bear. ``rel``, ``abs``: how far the two
+        states may lie apart, value by value (see `equal`); 0: not at all.
         Returns the median of the measured ratios.
         """
         waiting = time.monotonic()
@@ -137,7 +143,7 @@ class Check:
                 party = unit(work)[0]
                 if party.deadline is not None:  # waiting for the GPU is not the learner's time
                     party.deadline += time.monotonic() - waiting
-                record = timing.measure(over, work, best, state, at_least, self._secret, ceiling)
+                record = timing.measure(over, work, best, state, at_least, self._secret, ceiling, draw, (rel, abs))
         except timing.GpuBusy:
             raise CannotTell("别的计时考试一直占着 GPU，没有轮到。请稍后再评一次。") from None
         self.records.append(record)
@@ -175,48 +181,8 @@ class Check:
         return bool(self._unsettled)
 
 
-def difference(got: Any, want: Any, rel: float, abs: float) -> tuple[str | None, int, int]:
-    """Compare; returns (mismatch in words (Chinese) or None, values that differ, values compared)."""
-    if isinstance(want, np.ndarray):
-        if not isinstance(got, np.ndarray):
-            return f"应是数组，得到的是 {_word(got)}", 1, 1
-        if got.shape != want.shape:
-            return f"形状应是 {want.shape}，得到的是 {got.shape}", 1, 1
-        if got.dtype.kind != want.dtype.kind:
-            return f"元素类型应是 {want.dtype}，得到的是 {got.dtype}", 1, 1
-        return None, int(np.count_nonzero(~_near(got, want, rel, abs))), want.size
-    if isinstance(want, (list, tuple)):
-        if not isinstance(got, (list, tuple)):
-            return f"应是列表，得到的是 {_word(got)}", 1, 1
-        if len(got) != len(want):
-            return f"长度应是 {len(want)}，得到的是 {len(got)}", 1, 1
-        parts = [difference(g, w, rel, abs) for g, w in zip(got, want, strict=True)]
-        return next((p[0] for p in parts if p[0]), None), sum(p[1] for p in parts), max(1, len(parts))
-    want = want.item() if isinstance(want, np.generic) else want
-    got = got.item() if isinstance(got, np.generic) else got
-    if isinstance(want, (bool, str)) or want is None:
-        if type(got) is not type(want):
-            return f"应是 {_word(want)}，得到的是 {_word(got)}", 1, 1
-        return None, int(got != want), 1
-    if isinstance(got, bool) or not isinstance(got, (int, float)):
-        return f"应是数值，得到的是 {_word(got)}", 1, 1
-    if isinstance(want, int) and not isinstance(got, int) and not (rel or abs):
-        return "应是整数，得到的是小数", 1, 1
-    if not (rel or abs):
-        return None, int(got != want), 1  # Python's own comparison: float64 has no room for large integers
-    try:
-        return None, int(not _near(float(got), float(want), rel, abs)), 1
-    except OverflowError:
-        return None, 1, 1
-
-
-def _near(got: Any, want: Any, rel: float, abs: float) -> Any:
-    with np.errstate(all="ignore"):
-        if not (rel or abs):
-            return np.equal(got, want)
-        return np.less_equal(np.abs(np.subtract(got, want, dtype=np.float64)), abs + rel * np.abs(want)) | np.equal(got, want)
-
-
-def _word(value: Any) -> str:
-    words = {bool: "布尔值", int: "整数", float: "小数", str: "字符串", list: "列表", dict: "字典", np.ndarray: "数组", type(None): "None"}
-    return words.get(type(value), "别的对象")  # not its class's name, which a learner chooses and could put anything into
+def _many(count: int | tuple[int, int | None]) -> str:
+    if isinstance(count, int):
+        return f" {count} "
+    least, most = count
+    return f"至少 {least} " if most is None else f" {least} 到 {most} "

@@ -14,6 +14,7 @@ import shutil
 import time
 import traceback
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
@@ -32,6 +33,7 @@ from launchlab.exam.process import Cell, Process, defines
 from launchlab.exam.remote import Namespace
 from launchlab.exam.report import CheckReport, Report, versions
 from launchlab.exam.timing import GpuBusy
+from launchlab.exam.wire import clean
 from launchlab.manifest import Chapter
 from launchlab.paths import BUILD
 
@@ -51,29 +53,41 @@ def examine(nb: NotebookNode, chapter: Chapter, files: Path | None = None) -> Re
     """
     started = time.perf_counter()
     master = Master.of(chapter)
-    gpu = find_gpu()
+    gpu, lack = find_gpu(), lacking(chapter)
     sandboxed = sandbox.works()
     report = Report(chapter.name, "bubblewrap" if sandboxed else "none", gpu.name if gpu else None, gpu.driver if gpu else None, versions())
     tests = [(cell, master.tests[cell.metadata.nbgrader.grade_id]) for cell in nb.cells if _is_test(cell, master)]
-    if any(gpu or not test.needs_gpu for _, test in tests):
+    if any(not lack or not test.needs_gpu for _, test in tests):
         master.reference.load()  # before any of the learner's code can be in its way
-    make_kernel = partial(Kernel, given=chapter.solution.parent, own=files, sandboxed=sandboxed)
+        master.reference.keep_caches()
+    make_kernel = partial(Kernel, given=chapter.solution.parent, own=files, sandboxed=sandboxed, timing_cache=master.timing_cache)
     student = Process(master.cells_to_run(nb), make_kernel, bool(gpu))
     try:
         for cell, test in tests:
             check = CheckReport(test.id, test.kind, test.needs_gpu, test.points)
-            if test.needs_gpu and not gpu:
-                check.verdict, check.reason = judge.NEEDS_GPU, "这台机器没有 GPU，没有评分：换一台有 GPU 的机器再评。"
+            if test.needs_gpu and lack:
+                check.verdict, check.reason = judge.NEEDS_GPU, lack
             else:
                 _examine_one(test.source, check, student, master, report.gpu)
             report.checks.append(check)
             show.verdict(cell, check)
-        _fill_outputs(nb, student, master, bool(gpu))
-        master.reference.keep_cache()
+        _fill_outputs(nb, student, master, lack)
+        master.reference.keep_caches()
     finally:
         student.close()
     report.seconds = round(time.perf_counter() - started, 3)
     return report
+
+
+def lacking(chapter: Chapter) -> str | None:
+    """Why the parts of ``chapter`` that need a GPU cannot run here (Chinese), or None if they can."""
+    if find_gpu() is None:
+        return "这台机器没有 GPU，没有评分：换一台有 GPU 的机器再评。"
+    wanted = (["tensorrt"] if chapter.needs.tensorrt else []) + [name.replace("-", "_") for name in chapter.needs.packages]
+    missing = [name for name in wanted if find_spec(name) is None]
+    if missing:
+        return f"这台机器没有安装 {'、'.join(missing)}，没有评分：运行 launchlab doctor 看怎样安装，装好以后再评。"
+    return None
 
 
 def _examine_one(source: str, report: CheckReport, student: Process, master: Master, gpu: str | None) -> None:
@@ -108,6 +122,7 @@ def _examine_one(source: str, report: CheckReport, student: Process, master: Mas
     except Exception as error:  # noqa: BLE001 - a learner's values can do anything to a test cell
         verdict, reason = judge.FAILED, f"返回值不是要求的样子，检查无法进行（{type(error).__name__}）。请对照函数说明，看返回的类型和形状。"
     if verdict == judge.FAILED:
+        reason += _last_error(student)
         verdict, reason = _aftermath(student, report) or (verdict, reason)
     try:
         reference.forget()
@@ -123,6 +138,15 @@ def _examine_one(source: str, report: CheckReport, student: Process, master: Mas
     if report.verdict == judge.PASSED and report.score < report.points:
         report.reason = "部分通过：加速达到要求的一半。"
     report.seconds = round(time.monotonic() - started, 3)
+
+
+def _last_error(student: Process) -> str:
+    """What TensorRT reported last in this exercise, without its numbers, which may be hidden input; "" if nothing."""
+    with contextlib.suppress(PartyError, PartyLost):
+        errors = student.ask("errors") if student.used else []
+        if type(errors) is list and errors:
+            return f"（TensorRT 最后报告的错误：{re.sub(r'[0-9]+', '#', clean(errors[-1], 300))}）"
+    return ""
 
 
 def _aftermath(student: Process, report: CheckReport) -> tuple[str, str] | None:
@@ -212,7 +236,8 @@ class Master:
         self.tests = {cell.metadata.nbgrader.grade_id: Test(cell) for cell in cells if cell.metadata.get("nbgrader", {}).get("grade")}
         self.tags = {cell.id: set(cell.metadata.get("tags", [])) for cell in cells}
         self.demos = [cell.source for cell in cells if "demo" in self.tags[cell.id]]
-        self.cupy_cache = BUILD / "cupy"
+        self.cupy_cache, self.timing_cache = BUILD / "cupy", BUILD / "timing"
+        self.lack = lacking(chapter)
         self.reference = Reference(chapter, self)
 
     @classmethod
@@ -233,7 +258,7 @@ class Master:
 
     def cells_to_run(self, nb: NotebookNode) -> list[Cell]:
         """Code cells for a process: neither tests nor demonstrations, nor, without a GPU, what needs one."""
-        skip = {"demo"} if find_gpu() else {"demo", "gpu"}
+        skip = {"demo", "gpu"} if self.lack else {"demo"}
         return [
             Cell(index, cell.source) for index, cell in enumerate(nb.cells)
             if cell.cell_type == "code" and cell.source.strip() and not _is_test(cell, self) and not skip & self.tags.get(cell.get("id"), set())
@@ -248,7 +273,8 @@ class Reference:
         self._chapter, self._master = chapter, master
 
     def _kernel(self) -> Kernel:
-        return Kernel(given=self._chapter.solution.parent, sandboxed=False, cupy_cache=self._master.cupy_cache)
+        master = self._master
+        return Kernel(given=self._chapter.solution.parent, sandboxed=False, cupy_cache=master.cupy_cache, timing_cache=master.timing_cache)
 
     def load(self) -> None:
         """Have the process ready. Once more from the beginning if a cell went wrong: that cannot be the solution's fault alone."""
@@ -259,12 +285,16 @@ class Reference:
                 return
             self.process.restart()
 
-    def keep_cache(self) -> None:
-        """Leave the compiled kernels for the next reference. Students compile their own: these hold solutions."""
-        cache = self.process.cupy_cache
-        if cache is not None and cache.is_dir():
+    def keep_caches(self) -> None:
+        """Leave compiled kernels and timings for the next reference.
+
+        A student's process gets the timings too, so that the same network is built from the same tactics; they tell
+        nothing of the solution. It compiles its own kernels: those of the reference hold solutions.
+        """
+        kernel = self.process.kernel
+        for cache, kept in [(kernel.cupy_cache, self._master.cupy_cache), (kernel.timing_cache, self._master.timing_cache)] if kernel else []:
             with contextlib.suppress(OSError):  # written at this very moment, say: the next exam keeps it
-                shutil.copytree(cache, self._master.cupy_cache, dirs_exist_ok=True)
+                shutil.copytree(cache, kept, dirs_exist_ok=True)
 
     def close(self) -> None:
         self.process.close()
@@ -277,7 +307,7 @@ def _is_test(cell: NotebookNode, master: Master) -> bool:
 atexit.register(Master.dismiss)
 
 
-def _fill_outputs(nb: NotebookNode, student: Process, master: Master, gpu: bool) -> None:
+def _fill_outputs(nb: NotebookNode, student: Process, master: Master, lack: str | None) -> None:
     """Give the learner's cells the outputs they had, or say why a cell did not run."""
     for index, cell in enumerate(nb.cells):
         if cell.cell_type != "code" or _is_test(cell, master):
@@ -288,8 +318,8 @@ def _fill_outputs(nb: NotebookNode, student: Process, master: Master, gpu: bool)
             cell.outputs = [show.note(student.deadly[index][1])]
         elif "demo" in tags:
             cell.outputs = [show.note("演示单元，评分时不运行。")]
-        elif "gpu" in tags and not gpu:
-            cell.outputs = [show.note("需要 GPU，这台机器没有，未运行。")]
+        elif "gpu" in tags and lack:
+            cell.outputs = [show.note(f"未运行：{lack}")]
         else:
             cell.outputs = student.outputs.get(index, [])
 

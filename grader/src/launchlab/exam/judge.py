@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 PAIRS = 21
@@ -94,6 +95,14 @@ def speedup(rounds: list[dict], at_least: float, ceiling: float | None = TOO_FAS
     return result | {"verdict": PASSED if sure else FAILED, "credit": sure, "why": "measured"}
 
 
+def counted(found: int, wanted: int | Sequence[int | None]) -> bool:
+    """Whether a number of nodes is the one ``wanted``, or lies in (least, most), where a most of None is no limit."""
+    if isinstance(wanted, int):
+        return found == wanted
+    least, most = wanted
+    return found >= least and (most is None or found <= most)
+
+
 def disturbed(record: dict) -> bool:
     """Whether a passed speed-up may be owed to others having been slowed down.
 
@@ -143,7 +152,7 @@ def _judge(record: dict) -> tuple[str, float]:
         case "raises":
             ok = record["wanted"] in record["raised"]
         case "nodes":
-            ok = record["found"] is not None and all(record["found"].get(key, 0) == count for key, count in record["wanted"].items())
+            ok = record["found"] is not None and all(counted(record["found"].get(key, 0), count) for key, count in record["wanted"].items())
         case "speedup":
             if record["states_differ"]:
                 return FAILED, 0.0

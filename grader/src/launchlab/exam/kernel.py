@@ -29,6 +29,7 @@ from nbformat.v4 import new_output
 from launchlab.exam import sandbox
 from launchlab.exam.agent import TARGET
 from launchlab.exam.wire import clean
+from launchlab.paths import timing_cache_of
 
 START_SECONDS = 60.0
 OUTPUT_CHARACTERS = 64_000  # kept of one cell's text
@@ -68,51 +69,51 @@ class Kernel:
 
     ``given``: the chapter's folder, whose data files (no notebook, no source) are copied into the
     working folder. ``own``: the submission's folder, copied before that, so that a chapter's file wins.
-    ``sandboxed``: run behind bubblewrap. ``cupy_cache``: a folder of compiled kernels to
-    begin with (copied, so that nobody can poison it for others).
+    ``sandboxed``: run behind bubblewrap. ``cupy_cache``, ``timing_cache``: folders of compiled
+    kernels and of TensorRT's timings to begin with (copied, so that nobody can poison them for others).
     """
 
-    def __init__(self, *, given: Path | None = None, own: Path | None = None, sandboxed: bool, cupy_cache: Path | None = None):
+    def __init__(self, *, given: Path | None = None, own: Path | None = None, sandboxed: bool, cupy_cache: Path | None = None,
+                 timing_cache: Path | None = None):
         sweep()
         # A short path: Unix sockets allow about 100 characters. The process id tells whose it is.
         self.folder = Path(tempfile.mkdtemp(prefix=f"ll-{os.getpid()}-"))
         self.process: subprocess.Popen | None = None
         self.client: BlockingKernelClient | None = None
         try:
-            self._prepare(given, own, cupy_cache)
+            self._prepare(given, own, cupy_cache, timing_cache)
             self._start(sandboxed)
         except BaseException:
             self.close()
             raise
 
-    def _prepare(self, given: Path | None, own: Path | None, cupy_cache: Path | None) -> None:
+    def _prepare(self, given: Path | None, own: Path | None, cupy_cache: Path | None, timing_cache: Path | None) -> None:
         self.work = self.folder / "work"
         self.work.mkdir()
         if own is not None:
             shutil.copytree(own, self.work, dirs_exist_ok=True, ignore=_ignore("*.ipynb", ".*", "__pycache__"))
         if given is not None:
             shutil.copytree(given, self.work, dirs_exist_ok=True, ignore=_ignore("*.ipynb", ".*", "__pycache__", "*.py"))
-        cache = self.folder / "cupy"
-        if cupy_cache is not None and cupy_cache.is_dir():
-            shutil.copytree(cupy_cache, cache)
-        else:
-            cache.mkdir()
-        self.cupy_cache = cache
+        self.home = self.folder / "home"
+        self.cupy_cache, self.timing_cache = self.folder / "cupy", timing_cache_of(self.home)
+        for begin, cache in ((cupy_cache, self.cupy_cache), (timing_cache, self.timing_cache)):
+            if begin is not None and begin.is_dir():
+                shutil.copytree(begin, cache)
+            else:
+                cache.mkdir(parents=True)
         self._comm_open = False
         self._number = 0
 
     def _start(self, sandboxed: bool) -> None:
         connection = self.folder / "k.json"
         write_connection_file(str(connection), ip=str(self.folder / "s"), transport="ipc", key=os.urandom(16).hex().encode())
-        home = self.folder / "home"
-        home.mkdir()
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         if "PYTHONPATH" in environment:  # relative entries would mean another folder there
             environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in environment["PYTHONPATH"].split(os.pathsep) if entry)
         # Python puts the working folder first on the path, and learners may keep modules there.
         environment |= {
-            "HOME": str(home), "TMPDIR": str(self.folder), "IPYTHONDIR": str(home), "JUPYTER_CONFIG_DIR": str(home),
-            "MPLCONFIGDIR": str(home), "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+            "HOME": str(self.home), "TMPDIR": str(self.folder), "IPYTHONDIR": str(self.home), "JUPYTER_CONFIG_DIR": str(self.home),
+            "MPLCONFIGDIR": str(self.home), "MPLBACKEND": "module://matplotlib_inline.backend_inline",
             "CUPY_CACHE_DIR": str(self.cupy_cache), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONFAULTHANDLER": "1",
         }
         command = [sys.executable, "-m", "ipykernel_launcher", "-f", str(connection), "--HistoryManager.enabled=False"]

@@ -11,7 +11,6 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from launchlab.exam.judge import CRASHED, FAILED, TIMED_OUT
@@ -52,9 +51,9 @@ class Process(Party):
         self._spent = 0.0
 
     @property
-    def cupy_cache(self) -> Path | None:
-        """Where the running process keeps the kernels it compiled."""
-        return self._kernel.cupy_cache if self._kernel else None
+    def kernel(self) -> Kernel | None:
+        """The running kernel, if there is one."""
+        return self._kernel
 
     def load(self) -> None:
         """Start the process and run the cells, unless that is done. Raises `PartyLost`."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
 
-VERSIONS = ("nbgrader", "jupyter-client", "ipykernel", "numpy", "cupy-cuda12x", "cupy-cuda13x", "cuda-bindings", "tensorrt")
+VERSIONS = ("nbgrader", "jupyter-client", "ipykernel", "numpy", "cupy-cuda12x", "cupy-cuda13x", "cuda-bindings", "tensorrt", "tensorrt-cu12", "tensorrt-cu12-bindings", "tensorrt-cu13", "tensorrt-cu13-bindings")
 
 
 @dataclass

@@ -17,12 +17,13 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from launchlab.exam.compare import near
 from launchlab.exam.judge import INCONCLUSIVE, PAIRS, TOO_FAST, speedup
 from launchlab.exam.memory import Buffer
 from launchlab.exam.remote import repeat, unit
@@ -106,17 +107,26 @@ class Lane:
             runs *= 4
 
 
+def same(candidate: bytes, best: bytes, dtype: np.dtype, tolerance: tuple[float, float]) -> bool:
+    """Whether two states are the same bytes or, where a tolerance is given, values within it."""
+    if candidate == best or not any(tolerance):
+        return candidate == best
+    return bool(np.all(near(np.frombuffer(candidate, dtype), np.frombuffer(best, dtype), *tolerance)))
+
+
 def measure(baseline: Any, candidate: Any, best: Any, state: tuple[Buffer, Buffer], at_least: float,
-            secret: np.random.Generator, ceiling: float | None = TOO_FAST) -> dict[str, Any]:
+            secret: np.random.Generator, ceiling: float | None = TOO_FAST,
+            draw: Callable[[], np.ndarray] | None = None, tolerance: tuple[float, float] = (0.0, 0.0)) -> dict[str, Any]:
     """Measure until the verdict is sure, at most `ATTEMPTS` times.
 
     Returns the record of a speed-up check: ``attempts`` (a list of lists of rounds; a round
     holds two samples ``[runs, seconds]`` under "baseline" and "best" each, and one under
     "candidate"), ``quiet`` (still empty: see `measure_quiet`), ``states_differ`` (rounds whose
-    bytes differed), ``at_least``, ``ceiling``.
+    states differed by more than ``tolerance``, relative and absolute), ``at_least``, ``ceiling``.
+    ``draw`` makes a round's start state; without it the bytes are random.
     """
     lanes = {"baseline": Lane(baseline, None), "candidate": Lane(candidate, state[0]), "best": Lane(best, state[1])}
-    record: dict[str, Any] = {"check": "speedup", "at_least": at_least, "ceiling": ceiling, "states_differ": 0, "attempts": [], "quiet": []}
+    record: dict[str, Any] = {"check": "speedup", "at_least": at_least, "ceiling": ceiling, "tolerance": tolerance, "states_differ": 0, "attempts": [], "quiet": []}
     lanes["candidate"].sample(WARM_RUNS)
     learner = lanes["candidate"].party
     learner.pause()
@@ -126,7 +136,8 @@ def measure(baseline: Any, candidate: Any, best: Any, state: tuple[Buffer, Buffe
             rounds: list[dict] = []
             record["attempts"].append(rounds)
             for number in range(PAIRS):
-                start = secret.integers(0, 256, state[0].nbytes, dtype=np.uint8).view(state[0].dtype)
+                start = draw() if draw else secret.integers(0, 256, state[0].nbytes, dtype=np.uint8).view(state[0].dtype)
+                start = np.ascontiguousarray(start, state[0].dtype).reshape(state[0].shape)
                 few = int(secret.integers(1, 4))
                 many = few + common + int(secret.integers(0, 1 + common // 4))
                 order = ("baseline", "candidate", "best")
@@ -142,7 +153,7 @@ def measure(baseline: Any, candidate: Any, best: Any, state: tuple[Buffer, Buffe
                         measured[name] = lanes[name].sample(many, start)
                         learner.pause()
                 rounds.append(measured)
-                if lanes["candidate"].bytes != lanes["best"].bytes:
+                if not same(lanes["candidate"].bytes, lanes["best"].bytes, state[0].dtype, tolerance):
                     record["states_differ"] += 1
                     return record
             if speedup(rounds, at_least, ceiling)["verdict"] != INCONCLUSIVE:

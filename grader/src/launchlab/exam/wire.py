@@ -65,6 +65,9 @@ def encode(value: Any, blobs: list[bytes], by_reference: Callable[[Any], Any] | 
     if type(value) is np.ndarray and value.dtype.kind in "biufc":
         blobs.append(np.ascontiguousarray(value).tobytes())
         return {"t": "array", "dtype": value.dtype.str, "shape": list(value.shape), "blob": len(blobs) - 1}
+    if type(value) is bytes:  # a plan, say
+        blobs.append(value)
+        return {"t": "bytes", "blob": len(blobs) - 1}
     if type(value) in (list, tuple):
         return {"t": "list", "v": [encode(item, blobs, by_reference, depth + 1) for item in value]}
     if type(value) is dict and all(type(key) is str for key in value):
@@ -96,6 +99,8 @@ def decode(data: Any, blobs: list[bytes], depth: int = 0) -> Any:
             return {key: decode(item, blobs, depth + 1) for key, item in pairs}
         case "array":
             return _array(data, blobs)
+        case "bytes":
+            return _blob(data, blobs)
     raise WireError("unknown tag")
 
 
@@ -112,17 +117,22 @@ def _items(data: dict) -> list:
     return items
 
 
+def _blob(data: dict, blobs: list[bytes]) -> bytes:
+    index = _integer(data.get("blob"))
+    if not 0 <= index < len(blobs):
+        raise WireError("missing bytes")
+    taken, blobs[index] = blobs[index], b""  # each blob once: a message must not grow by decoding
+    return bytes(taken)
+
+
 def _array(data: dict, blobs: list[bytes]) -> np.ndarray:
-    dtype, shape, index = data.get("dtype"), data.get("shape"), _integer(data.get("blob"))
+    dtype, shape = data.get("dtype"), data.get("shape")
     # The pattern keeps object dtypes out: an array must be bytes and nothing else.
     if type(dtype) is not str or not _DTYPE.fullmatch(dtype):
         raise WireError("dtype not allowed")
     if type(shape) is not list or not all(type(n) is int and n >= 0 for n in shape):
         raise WireError("not a shape")
-    if not 0 <= index < len(blobs):
-        raise WireError("missing bytes")
-    data_bytes, blobs[index] = blobs[index], b""  # each blob once: a message must not grow by decoding
     try:
-        return np.frombuffer(bytes(data_bytes), np.dtype(dtype)).reshape(shape).copy()
+        return np.frombuffer(_blob(data, blobs), np.dtype(dtype)).reshape(shape).copy()
     except (ValueError, TypeError) as error:
         raise WireError(f"bytes do not fill the array: {error}") from None

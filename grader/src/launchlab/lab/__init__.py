@@ -1,11 +1,12 @@
 """What the chapters' notebooks import: `from launchlab import lab`.
 
 Nothing here captures, instantiates or launches anything: those calls stand in the notebooks. Importing this
-package needs neither a GPU nor matplotlib.
+package needs no GPU, no matplotlib and no TensorRT.
 """
 
 from .cuda_errors import CudaError, check_cuda
 from .drawing import draw_graph
+from .engines import build_progress, timing_cache, trt_errors, trt_logger
 from .machine import gpu_name, here
 from .measuring import Comparison, Samples, compare_us, end_to_end_us, submit_us
 from .plotting import plot_style
@@ -15,6 +16,7 @@ __all__ = [
     "Comparison",
     "CudaError",
     "Samples",
+    "build_progress",
     "check_cuda",
     "compare_us",
     "draw_graph",
@@ -25,4 +27,7 @@ __all__ = [
     "say",
     "submit_us",
     "table",
+    "timing_cache",
+    "trt_errors",
+    "trt_logger",
 ]
