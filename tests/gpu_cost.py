@@ -1,12 +1,13 @@
 """What the sealed exam costs: seconds per submission of it and of plain nbgrader, for a class of one and of ten.
 
 usage: PYTHONPATH=grader/src python3 tests/gpu_cost.py OUT.json [--students 1 10] [--chapter NAME] [--without-demos]
+                                                           [--grader plain]
 
 Both grade the same notebook, the solution of chapter 3 and of the tests' mini course (or of
 --chapter), by ``nbgrader autograde`` in a process of its own: once with the course's
 configuration, once with nbgrader's defaults. Without a GPU the sealed exam leaves open what needs
 one, and plain nbgrader lets those cells fail. --without-demos drops the experiments, which the
-sealed exam does not run, for both.
+sealed exam does not run, for both. --grader measures one of the two alone.
 """
 
 from __future__ import annotations
@@ -103,18 +104,21 @@ def main() -> int:
     arguments.add_argument("--students", type=int, nargs="+", default=[1, 10])
     arguments.add_argument("--chapter", action="append")
     arguments.add_argument("--without-demos", action="store_true")
+    arguments.add_argument("--grader", choices=("sealed", "plain"))
     chosen = arguments.parse_args()
     names = [None if name == "90_mini" else name for name in chosen.chapter or ["90_mini", "03_cuda_graph_concepts"]]
     record = {"gpu": gpu().name if gpu() else None, "cores": os.cpu_count(), "without_demos": chosen.without_demos, "runs": [], "added": []}
     for name in names:
         totals = {}
         for students in chosen.students:
-            for sealed in (True, False):
+            for sealed in [True, False] if chosen.grader is None else [chosen.grader == "sealed"]:
                 found = measure(name, students, sealed, chosen.without_demos)
                 totals[students, sealed] = found["seconds"]
                 record["runs"].append(found)
                 print(f"{found['chapter']}, class of {students}, {found['grader']}: {found['seconds']:.1f} s, {found['seconds_each']:.1f} s each", flush=True)
                 chosen.out.write_text(json.dumps(record, ensure_ascii=False, indent=1), encoding="utf-8")
+        if chosen.grader is not None:
+            continue
         few, many = min(chosen.students), max(chosen.students)
         added = {"chapter": found["chapter"], "first": round(totals[few, True] - totals[few, False], 2)}
         if many > few:

@@ -249,7 +249,7 @@ def record(work):
 # 现在记录一条真实的时间线。20 个内核，每个在 GPU 上空转约 2 µs，并写下自己的起止时刻；CPU 也记下每次调用的起止时刻。
 #
 # CPU 和 GPU 各有各的钟，要先对齐。这里的办法是：假定跑得最快的那次，CPU 刚交完，内核就开始了。
-# 因此 GPU 那一行整体上可能画早了几微秒，但空隙的宽窄是准的。
+# 因此 GPU 那一行整体上可能画早了几微秒，但空隙的宽窄不受影响。
 
 # %% tags=["demo"]
 import matplotlib.pyplot as plt
@@ -366,7 +366,7 @@ lab.say(
 # 通常的情形是这样的：驱动（driver）的大部分代码就在你的进程里运行。它检查参数，把命令写进一块 GPU 也看得见的内存，
 # 再写一个寄存器，等于按一下门铃，一般不需要麻烦操作系统。
 #
-# 所以更准确的说法是：**启动的代价是一次库调用：打包参数、写命令、按门铃，每次几微秒**。它不来自系统调用，但每个内核都少不了。
+# 所以更准确的说法是：**启动的代价是一次库调用：打包参数、写命令、按门铃**。它一般不来自系统调用，但每个内核都要付一份，多少以上表为准。
 
 # %% [markdown]
 # ## 从 O(N) 到 O(1)
@@ -512,13 +512,13 @@ lab.say(
 # 再造一份**合成的**流量（按对数正态分布抽一万个长度，大多是短句），比较三种做法的总计算量：全补到 512、补到最近的一档（分桶，bucketing）、一点不补。
 
 # %% tags=["demo"]
-HIDDEN = 768  # of BERT-base
+WIDTH = 768  # of BERT-base
 
 
 def layer_flops(tokens):
     """Operations of one encoder layer, a multiply-add counted as two; matrix products only."""
-    projections, feed_forward = 8 * tokens * HIDDEN**2, 16 * tokens * HIDDEN**2
-    return projections + feed_forward + 4 * tokens**2 * HIDDEN
+    projections, feed_forward = 8 * tokens * WIDTH**2, 16 * tokens * WIDTH**2
+    return projections + feed_forward + 4 * tokens**2 * WIDTH
 
 
 BUCKETS = np.array([64, 128, 256, 512])
@@ -965,7 +965,7 @@ def run_layers(x, y, n, queue):
 
 
 # %% test="run_layers" kind="structure" points=3 tags=["gpu"]
-queue = student.value("stream")
+queue = student.value("stream")  # any stream would do: here, the one given above
 given = np.arange(7, 1007, dtype=np.uint32)
 front, back_buffer = on_gpu(given), on_gpu(np.zeros_like(given))
 check.equal(student.run_layers(front, back_buffer, 1, queue), reference.layered(given, 1), why="做一层，返回的数组不对。1000 不是 256 的整数倍，最后那几个元素有线程吗？返回的是写好的那一块吗？")
@@ -1018,7 +1018,7 @@ check.equal((back_buffer if depth % 2 else front).read(), reference.layered(give
 #
 # 一个请求要在 `x` 的前 `size` 个元素上做 `LAYERS` 次 `mix`。逐个启动的做法，就是下面给定的 `request`。请求的尺寸会变，但总是那么几种。
 #
-# 前面看到：一张图只认一种尺寸；每次都重新录，又比不录还慢。那么，**每种尺寸第一次出现时录一次，以后只重放**。
+# 前面看到：一张图只认一种尺寸；每次都重新录，多半比不录还慢（看误区一里你自己的表）。那么，**每种尺寸第一次出现时录一次，以后只重放**。
 #
 # 写一个类 `Player`：
 #
@@ -1031,6 +1031,7 @@ check.equal((back_buffer if depth % 2 else front).read(), reference.layered(give
 #
 # 还要快：轮流处理两种尺寸的请求时，端到端时间（停表前等整个设备做完）不超过逐个启动的**一半**。
 # 如果参考解答在你的机器上快不到 4 倍，门槛就降到它的倍数的一半，最低 1.2 倍；差一点的，得一半分。
+# 在笔记本里运行测试时，手边没有参考解答，只能拿你自己的答案充当，快慢可能判得不准；以 `./grader/launch check 1` 的结论为准。
 
 # %% tags=["gpu"]
 def request(x, size):

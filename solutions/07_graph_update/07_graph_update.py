@@ -263,7 +263,7 @@ print(read)
 
 # %% [markdown]
 # 运行时 API 只认识和它一起编译的内核。CuPy 的 `RawModule`、`RawKernel` 是由驱动加载的，运行时不认识它们的函数。
-# **所以这一章改内核节点一律用驱动 API（`cu` 开头，没有 `da`）**；两套 API 的句柄通用，可以混着用。
+# **所以和《显式构图》里一样，这一章改内核节点一律用驱动 API（`cu` 开头，没有 `da`）**；两套 API 的句柄通用，可以混着用。
 #
 # 读到的结构里，`func` 是函数，`gridDimX`、`blockDimX` 是网格和块，`kernelParams` 是一个 `void**`：
 # 一串指针，每个指针指着一个参数的值。**这些内存属于节点，只准看，不准改**；往里写是未定义行为，
@@ -546,6 +546,9 @@ print(f"改成从主机内存拷：{error.name}（{int(error)}）")
 # 文档的说法是：来源和目标要和原来的同属一类内存、同一个上下文（context，即一个进程在一块 GPU 上的全部状态）。
 # 从设备内存换成主机内存，就不是同一件事了；个别平台比较宽松，以上面打印的返回码为准。
 #
+# 别的种类也各有一个：`cudaGraphExecMemsetNodeSetParams`、`cudaGraphExecHostNodeSetParams`、`cudaGraphExecEventRecordNodeSetEvent`、
+# `cudaGraphExecChildGraphNodeSetParams`，用法都是“可执行图、定义里的节点、一份完整的新参数”。
+#
 # ## 关掉一个节点
 #
 # 有的步骤只是偶尔不做：调试时跳过一个后处理，某类请求不需要归一化。不用为它另造一张图：
@@ -623,7 +626,8 @@ def try_update(graph_exec, graph):
 
     Returns (error, reason, node). error: 0, 910 for a refusal, or any other CUDA error code. reason: name of the
     cudaGraphExecUpdateResult, such as "cudaGraphExecUpdateErrorTopologyChanged". node: handle (int) of the node of
-    the new definition that it failed at, or None. Never raises for a CUDA error.
+    the new definition that it failed at, or None. Never raises for a CUDA error. With an error other than 0 and 910
+    the driver owes no reason: whatever stands in `reason` then, "cudaGraphExecUpdateSuccess" included, means nothing.
     """
     info = UpdateInfo(result=cudart.cudaGraphExecUpdateResult.cudaGraphExecUpdateError.value)
     error = exec_update(int(graph_exec), int(graph), ctypes.byref(info))
@@ -644,7 +648,7 @@ print("被拒绝以后，原来的图：", whose())
 # 枚举 `cudaGraphExecUpdateResult` 列出了全部可能。哪些变化被接受，哪些被拒绝、原因是哪个？都在这台机器上造出来看。
 #
 # 为了能一口气试很多种，用一个小字典描述一张图：`nodes` 是节点，`edges` 是边（起点、终点的编号）。
-# 描述里的四个帮手不需要 GPU：
+# 写描述用的四个小函数不需要 GPU：
 
 # %%
 def kernel(**changes):
@@ -690,6 +694,7 @@ def post(data):
 
 
 def add_kernel(graph, before, node, x):
+    """Add a described kernel node on x after the nodes `before`; returns its handle."""
     made = driver.CUDA_KERNEL_NODE_PARAMS()
     made.func = driver.CUfunction({"mix": mix, "twist": twist}[node["function"]].kernel.ptr)
     made.gridDimX, made.gridDimY, made.gridDimZ = node["blocks"], 1, 1
@@ -704,12 +709,14 @@ def add_kernel(graph, before, node, x):
 
 
 def add_memcpy(graph, before, node, x, other):
+    """Add a described copy between x and the mailbox, or from other to x; returns its handle."""
     target = mailbox.ctypes.data if node["direction"] == "DtoH" else x.data.ptr
     source = {"HtoD": mailbox.ctypes.data, "DtoH": x.data.ptr, "DtoD": other.data.ptr}[node["direction"]]
     return lab.check_cuda(cudart.cudaGraphAddMemcpyNode1D(graph, before, len(before), target, source, node["bytes"], DIRECTIONS[node["direction"]]))
 
 
 def add_memset(graph, before, node, x):
+    """Add a described memset of x; returns its handle."""
     made = cudart.cudaMemsetParams()
     made.dst, made.value, made.elementSize = x.data.ptr, node["value"], 4
     made.width, made.height, made.pitch = node["width"], node["height"], 1024  # pitch: bytes from row to row
@@ -820,7 +827,7 @@ for flags in (0, int(USE_PRIORITY)):
 # ### 剩下的几个原因
 #
 # 枚举里还有 `ErrorUnsupportedFunctionChange`（函数以不支持的方式变了）、`ErrorNotSupported`（节点本身不支持更新）
-# 和笼统的 `Error`（参数无效，或说不出别的原因）。要见到它们，得做一些平时不该做的事：
+# 和笼统的 `Error`（参数无效，或说不出别的原因）。想见到它们，得做一些平时不该做的事，做了也未必都见得到：
 #
 # - 把函数换成**另一个上下文**里的函数；
 # - 图里有内存分配节点，而新定义自己已经被实例化过了（文档说，有内存节点的定义同时只能有一个实例）；
@@ -905,14 +912,17 @@ for title, answer in zip(lines[0::2], [*lines[1::2], None][: len(lines[0::2])], 
         rows.append((title, "没有回答", "—"))
     else:
         error, outcome = map(int, answer.split())
-        rows.append((title, "接受" if error == 0 else f"拒绝（{error}）", f"`{cudart.cudaGraphExecUpdateResult(outcome).name.removeprefix('cudaGraphExecUpdate')}`"))
+        reply = "接受" if error == 0 else f"拒绝（{error}）" if error == 910 else f"出错（{error}）"
+        rows.append((title, reply, f"`{cudart.cudaGraphExecUpdateResult(outcome).name.removeprefix('cudaGraphExecUpdate')}`"))
 ending = "" if child.returncode == 0 else f"\n\n子进程没有走完，退出码 {child.returncode}：{(child.stderr.strip().splitlines() or ['没有留下话'])[-1]}"
 lab.say(lab.table(("子进程里做的事", "回答", "原因"), rows) + ending)
 
 # %% [markdown]
-# 注意错误码那一栏：910 是“拒绝”，别的码是真的出了错（比如 1，参数无效）。**拒绝是预料之中的答复，出错不是**，代码里要分开处理。
+# 注意错误码：0 是接受，910 是“拒绝”，别的码是真的出了错（比如 1，参数无效；801，不支持）。
+# **拒绝是预料之中的答复，出错不是**，代码里要分开处理，而且要看错误码来分：出错的时候“原因”那一栏不算数，
+# 驱动不一定去填它，上面写着 `Success` 也不是成功。
 #
-# 如果把两张表加在一起，枚举里除了 `ErrorFunctionChanged`，还有没有哪个没有出现？它们在你的驱动上可能已经改了说法，以表为准。
+# 如果把两张表加在一起，枚举里除了 `ErrorFunctionChanged`，还有没有哪个没有出现？你的驱动可能已经改用错误码来说那件事，以表为准。
 
 # %% [markdown]
 # ### 长得一样，也可能配不上
@@ -1102,10 +1112,10 @@ lab.say(
 # %% tags=["demo", "gpu"]
 from time import perf_counter_ns
 
-routes, edited = Routes(198), Routes(198)
+NODES = 200
+routes, edited = Routes(NODES - 2), Routes(NODES - 2)
 steps = {"重新捕获": [], "实例化": [], "整图更新": [], "改定义里的一个节点": [], "改可执行图的一个节点": []}
 for _ in range(13):
-    changes = [routes.changed(), edited.changed()]
     clock = [perf_counter_ns()]
     graph = routes.recaptured()
     clock.append(perf_counter_ns())
@@ -1113,9 +1123,9 @@ for _ in range(13):
     clock.append(perf_counter_ns())
     lab.check_cuda(cudart.cudaGraphExecUpdate(routes.live, graph))
     clock.append(perf_counter_ns())
-    lab.check_cuda(driver.cuGraphKernelNodeSetParams(routes.nodes[1], changes[0]))
+    lab.check_cuda(driver.cuGraphKernelNodeSetParams(routes.nodes[1], routes.changed()))
     clock.append(perf_counter_ns())
-    lab.check_cuda(driver.cuGraphExecKernelNodeSetParams(edited.live, edited.nodes[1], changes[1]))
+    lab.check_cuda(driver.cuGraphExecKernelNodeSetParams(edited.live, edited.nodes[1], edited.changed()))
     clock.append(perf_counter_ns())
     for spent, us in zip(steps.values(), np.diff(clock) / 1000, strict=True):
         spent.append(us)
@@ -1125,22 +1135,26 @@ routes.close()
 edited.close()
 
 cost = {name: float(np.median(spent[3:])) for name, spent in steps.items()}  # the first three are warm-up
-whole, single_cost = cost["改定义里的一个节点"] + cost["整图更新"], cost["改可执行图的一个节点"]
+renewal, single_cost = cost["重新捕获"] + cost["整图更新"], cost["改可执行图的一个节点"]
 lab.say(
-    lab.table(("200 个节点的图，一步", "CPU µs（中位数）"), [(name, f"{us:.1f}") for name, us in cost.items()])
+    lab.table((f"{NODES} 个节点的图，一步", "CPU µs（中位数）"), [(name, f"{us:.1f}") for name, us in cost.items()])
     + f"\n\n实例化是整图更新的 **{cost['实例化'] / cost['整图更新']:.0f}** 倍；重新捕获是整图更新的 **{cost['重新捕获'] / cost['整图更新']:.0f}** 倍。"
-    + f" 改一个节点 {single_cost:.1f} µs，整图更新一次够改大约 **{whole / single_cost:.0f}** 个节点。"
+    + f" 改可执行图的一个节点，连同准备参数 {single_cost:.1f} µs；"
+    + f"重新捕获再整图更新一次的钱，够这样改大约 **{renewal / single_cost:.0f}** 个节点（图里一共 {NODES} 个）。"
 )
 
 # %% [markdown]
 # 怎么读这两张表：
 #
 # - 课程最初的讲义建议“优先使用 `cudaGraphExecUpdate`，而不是重新捕获整张图”。这句话只说对了一半：
-#   **更新省的是实例化**；如果新定义是重新捕获来的，捕获的钱照付。在 Python 里，捕获要把每次启动的代码重跑一遍，往往是更贵的那一半。C++ 程序的捕获便宜些，比例会不同。
-# - 连捕获也想省，就别捕获：改定义再整图更新，或者直接改节点参数。
-# - 改几个节点时，节点参数最省；要改的节点很多时，整图更新反而便宜。分界线看上面算出来的那个数。
+#   **更新省的是实例化**；如果新定义是重新捕获来的，捕获的钱照付。在 Python 里，捕获要把每次启动的代码重跑一遍，
+#   往往是更贵的那一半。C++ 程序的捕获便宜些，比例会不同。
+# - 连捕获也想省，就别捕获：直接改节点参数，或者改定义再整图更新。
+# - 直接改节点参数，只为变了的节点付钱。改定义也要一个节点一个节点地改，还要再加一次整图更新，换来的是定义始终是真的。
+# - 那么整图更新什么时候合算？新定义反正要有的时候：变的节点很多（和重新捕获相比的分界线，就是上面最后那个数；
+#   它比图里的节点还多，就说明改遍所有节点也比重新捕获便宜），或者工作在库里，哪些节点变了你并不知道，只能重新捕获。
 #
-# **轮到你**：如果图里有 1000 个节点，每个请求都要换掉其中 10 个的地址，用哪一种？先写下猜测，再改上面的数字验证。
+# **轮到你**：如果图里有 1000 个节点，每个请求都要换掉其中 10 个的地址，用哪一种？先写下猜测，再把上一格的 `NODES` 改成 1000 验证。
 
 # %% [markdown]
 # ## 什么时候更新，什么时候放弃
@@ -1234,9 +1248,9 @@ lab.say(lab.table((f"{len(keys)} 个请求", *PRICE, "合计 ms"), rows), measur
 #
 # - `graph` 是 `cupy.cuda.Graph`，一条由内核节点组成的链（内核都在 `LAYOUT` 里）；
 # - `moves` 是一串 `(旧数组, 新数组)`，大小和类型都相同；
-# - 凡是实参里等于某个旧数组地址的，一律换成对应的新数组的地址；其余的实参、网格、块都照旧；
+# - 凡是地址实参（类型是 `ctypes.c_void_p`）等于某个旧数组地址的，一律换成对应的新数组的地址；其余的实参、网格、块都照旧；
 # - 只能改节点参数，不重新捕获，也不重新实例化；
-# - 返回被改动的节点的个数（`int`）。
+# - 返回被改动的节点的个数（`int`）：一个旧地址也没有的节点不要动，也不算。
 #
 # 两个陷阱，也在考查之列：
 #
@@ -1339,7 +1353,7 @@ for buffer, expected in ((a, now[0]), (c, now[2]), (d, now[3]), (idle, now[4])):
 # - 更新被接受：返回 `(graph_exec, None)`，还是原来的那一个，不再实例化；
 # - 更新被**拒绝**（错误码 910）：由 `graph` 实例化一张新的，销毁旧的，返回 `(新的, 原因)`；
 #   原因是枚举的名字，例如 `"cudaGraphExecUpdateErrorTopologyChanged"`；
-# - 其它的错误码不是拒绝，是出错：抛出异常。出错的时候，旧的那一张必须还能用；重建中途失败也一样，所以先有新的，再扔旧的。
+# - 其它的错误码不是拒绝，是出错：抛出异常（那时的“原因”不算数，别拿它判断）。出错的时候，旧的那一张必须还能用；重建中途失败也一样，所以先有新的，再扔旧的。
 #
 # 销毁用 `cudart.cudaGraphExecDestroy`，实例化用 `cudart.cudaGraphInstantiate`；测试会数它们各被调用了几次。`graph` 是调用者的，不要销毁。
 
@@ -1383,31 +1397,28 @@ def update_or_rebuild(graph_exec, graph):
 # %% test="update_or_rebuild" kind="structure" points=3 tags=["gpu"]
 WATCH = """
 class Watch:
-    '''Counts what is instantiated and destroyed through cuda.bindings while it is on.'''
+    '''Notes what is instantiated (0) and destroyed (its handle) through cuda.bindings while it is on.'''
 
     def __init__(self):
         from cuda.bindings import driver, runtime
-        self.made, self.destroyed, self.kept = 0, [], []
+        self.events, self.kept = [], []
         for module, prefix in ((runtime, "cuda"), (driver, "cu")):
             for name in ("GraphInstantiate", "GraphInstantiateWithFlags", "GraphInstantiateWithParams", "GraphExecDestroy"):
                 original = getattr(module, prefix + name, None)
                 if original is not None:
                     self.kept.append((module, prefix + name, original))
-                    setattr(module, prefix + name, self.counted(original, name == "GraphExecDestroy"))
+                    setattr(module, prefix + name, self.noted(original, name == "GraphExecDestroy"))
 
-    def counted(self, original, destroys):
+    def noted(self, original, destroys):
         def call(*args, **kwargs):
-            if destroys:
-                self.destroyed.append(int(args[0]))
-            else:
-                self.made += 1
+            self.events.append(int(args[0]) if destroys else 0)
             return original(*args, **kwargs)
         return call
 
     def off(self):
         for module, name, original in self.kept:
             setattr(module, name, original)
-        return self.made, self.destroyed
+        return self.events
 """
 TOOLS = """
 def instantiate(graph):
@@ -1444,13 +1455,15 @@ def step(live, graph, reason, event):
     try:
         answer = student.update_or_rebuild(live, graph)
     finally:
-        made, destroyed = watch.off()
+        events = watch.off()
     check.that(isinstance(answer, (list, tuple)) and len(answer) == 2, why="应当返回两个值：可执行图和原因（更新成功时原因是 None）。")
     check.equal(answer[1], reason, why=f"{event}：原因不对。更新成功时是 None，被拒绝时是枚举的名字。")
     if reason is None:
-        check.equal((made, destroyed, address_of(answer[0])), (0, [], was), why=f"{event}：更新已经成功，不应当再实例化，也不应当销毁，原样返回。")
+        check.equal(events, [], why=f"{event}：更新已经成功，不应当再实例化，也不应当销毁。")
+        check.equal(address_of(answer[0]), was, why=f"{event}：更新已经成功，应当原样返回原来的那一张。")
     else:
-        check.equal((made, destroyed), (1, [was]), why=f"{event}：更新被拒绝，应当正好实例化一张新的、销毁旧的那一张。")
+        check.equal(events, [0, was], why=f"{event}：更新被拒绝，应当先实例化一张新的，再销毁旧的那一张，各一次。")
+        check.that(address_of(answer[0]) != was, why=f"{event}：返回的还是已经销毁的那一张，应当返回新的。")
     return answer[0]
 
 
@@ -1471,7 +1484,7 @@ live = step(live, student.build(mix_chain(3, 4, 5), [x, y]), "cudaGraphExecUpdat
 student.run(live)
 data = reference.mixed(data, 3, first=3)
 check.equal(x.read(), data, why="重建以后，返回的图应当做新定义里的三个内核。")
-check.raises("Exception", student.update_or_rebuild, live, 0, why="图句柄无效（0），这不是拒绝，应当抛出异常。")
+check.raises("Exception", student.update_or_rebuild, live, 0, why="图句柄无效（0），这不是拒绝，应当抛出异常。判断的是错误码吗？出错的时候，原因里写着什么都不算数。")
 student.run(live)
 data = reference.mixed(data, 3, first=3)
 check.equal(x.read(), data, why="出错以后，旧的那一张应当还能用：在有了新的之前，不要销毁旧的。")
@@ -1588,7 +1601,7 @@ def make_server(x, n):
     """Capture launch_request(x, …, n) once, on `stream`, and return a Server that adapts it to each request.
 
     x: cupy uint32, 1-D, advanced in place by every request; it stays the caller's. n: at least 1. Sources are cupy
-    uint32 arrays of the size of x, stamps int below 2**32.
+    uint32 arrays of the size of x, which the caller keeps until the work is done; stamps int below 2**32.
     """
     ### BEGIN SOLUTION: 捕获一次，找出随请求变的那两个节点，在 change 里只改它们的参数
     graph = capture_request(x, x, 0, n)
@@ -1623,6 +1636,8 @@ server([(sources[0], 5), (sources[1], 6), (sources[0], 7)])
 server.wait()
 for which, stamp in ((0, 5), (1, 6), (0, 7)):
     data = reference.served(data, feeds[which], stamp, 4)
+for buffer, feed in zip(sources, feeds, strict=True):
+    check.equal(buffer.read(), feed, why="输入数组被改写了：absorb 的两个地址是不是写反了？")
 check.equal(x.read(), data, why="三个请求处理下来，结果不对。每个请求的 source 和 stamp 都改到了吗？改的是可执行图，而不只是定义吗？")
 ### BEGIN HIDDEN TESTS
 size, n = int(secret.integers(2000, 9000)), int(secret.integers(5, 30))
@@ -1681,7 +1696,7 @@ check.equal(x.read(), data, why="计时以后换一串请求，结果不对：�
 # |:--|:--|
 # | 节点的个数不同，或者边不同 | `cudaGraphExecUpdateErrorTopologyChanged` |
 # | 某个节点的 `kind` 不同 | `cudaGraphExecUpdateErrorNodeTypeChanged` |
-# | 内核：函数换成另一个 `context` 里的 | `cudaGraphExecUpdateErrorUnsupportedFunctionChange` |
+# | 内核：`context` 变了（函数换成了另一个上下文里的） | `cudaGraphExecUpdateErrorUnsupportedFunctionChange` |
 # | 内核：`cooperative` 变了 | `cudaGraphExecUpdateErrorAttributesChanged` |
 # | 拷贝：`direction` 变了 | `cudaGraphExecUpdateErrorParametersChanged` |
 # | memset：`height` 变了；或者它是二维的（`height` 大于 1），而 `width` 变了 | `cudaGraphExecUpdateErrorParametersChanged` |
@@ -1703,7 +1718,7 @@ CASES = [
         {"nodes": [kernel(), kernel(scalar=1), kernel(buffer=1)], "edges": [[0, 1], [0, 2]]},
         chain(kernel(), kernel(scalar=1), kernel(buffer=1)),
     ),
-    ("输入改成由主机送来", chain(memcpy(direction="DtoH"), kernel()), chain(memcpy(direction="HtoD"), kernel())),
+    ("原来是拷回结果，现在是送入输入", chain(memcpy(direction="DtoH"), kernel()), chain(memcpy(direction="HtoD"), kernel())),
 ]
 
 # %% [markdown]
@@ -1770,6 +1785,9 @@ check.equal(
 check.equal(student.verdict(trio, trio | {"edges": [[1, 2], [0, 1]]}), accepted, why="边还是那两条，只是书写的先后变了，不算变化。")
 check.equal(student.verdict(trio, trio | {"edges": [[0, 1], [0, 2]]}), (False, "cudaGraphExecUpdateErrorTopologyChanged"), why="边的条数没有变，但连的地方变了，也是拓扑变了。")
 check.equal(student.verdict(trio, changed(trio, 0, direction="DtoH")), (False, "cudaGraphExecUpdateErrorParametersChanged"), why="拷贝的方向变了，原因是 ErrorParametersChanged。")
+check.equal(
+    student.verdict(trio, trio | {"nodes": [one_copy, one_fill, one_fill]}), (False, "cudaGraphExecUpdateErrorNodeTypeChanged"), why="内核换成了 memset，是种类变了。"
+)
 ### BEGIN HIDDEN TESTS
 WRONG = "cudaGraphExecUpdateError"
 
