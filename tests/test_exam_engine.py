@@ -114,6 +114,14 @@ def test_cost_never_flatters_by_more_than_asking(short, more, few, many, seconds
     assert (seconds - short) / runs - 1e-12 <= charged <= seconds / runs + 1e-12 and charged > 0
 
 
+@pytest.mark.parametrize(("found", "wanted", "passes"), [
+    (64, 64, True), (63, 64, False), (9, [1, None], True), (0, [1, None], False), (3, [2, 5], True), (6, [2, 5], False), (1, [2, 5], False),
+])
+def test_numbers_of_nodes_may_be_ranges(found, wanted, passes):
+    record = {"check": "nodes", "wanted": {"kernels": wanted}, "found": {"kernels": found, "total": found, "edges": 0}}
+    assert judge.recompute([record], 1.0) == (("passed", 1.0) if passes else ("failed", 0.0))
+
+
 def test_verdicts_are_recomputed_from_records():
     good, bad = {"check": "that", "holds": True}, {"check": "equal", "mismatch": None, "differing": 1}
     assert judge.recompute([good, good], 3) == ("passed", 3)
@@ -290,6 +298,49 @@ def test_a_pass_owed_to_a_slow_neighbour_is_left_open(candidate, slowed, best_sl
     assert judge.recompute([record | {"quiet": []}], 2.0)[0] == "inconclusive"
 
 
+class Adds(Side):
+    """Adds 1 in each run."""
+
+    def advance(self, times):
+        if self.state is not None:
+            self.state = self.state + np.float32(times)
+
+
+class Drifts(Adds, Student):
+    """Does all of the work, and rounds otherwise than the reference."""
+
+    def advance(self, times):
+        super().advance(times * (1 + 1e-6))
+
+
+class DriftsFar(Adds, Student):
+    def advance(self, times):
+        super().advance(times - 1)
+
+
+@pytest.mark.parametrize(("student_type", "tolerance", "verdict"), [(Drifts, 1e-3, "passed"), (Drifts, 0.0, "failed"), (DriftsFar, 1e-3, "failed")])
+def test_states_of_floats_may_differ_by_a_tolerance(monkeypatch, student_type, tolerance, verdict):
+    world = World(monkeypatch)
+    parties = student_type(world, 2.5e-4), Adds(world, 1.3e-3), Adds(world, 2.5e-4)
+    check = Check(np.random.default_rng(7), gpu="none of the tests'")
+    state = Buffer(np.zeros((4, 4), np.float32)), Buffer(np.zeros((4, 4), np.float32))
+    work = [Handle(party, 1, "x") for party in parties]
+    drawn = []
+
+    def draw():
+        drawn.append(np.random.default_rng(len(drawn)).normal(0, 100, (4, 4)))
+        return drawn[-1]
+
+    try:
+        check.speedup(work[0], over=work[1], best=work[2], state=state, at_least=2.0, draw=draw, abs=tolerance)
+        check.settle()
+        found = "passed"
+    except CheckFailed:
+        found = "failed"
+    assert found == verdict == judge.recompute(check.records, 2.0)[0]
+    assert len(drawn) == (judge.PAIRS if verdict == "passed" else 1)
+
+
 def test_a_speedup_leaves_its_samples(monkeypatch):
     check, _ = exam(monkeypatch, Student, 2.5e-4)
     (record,) = json.loads(json.dumps(check.records))
@@ -301,7 +352,7 @@ def test_a_speedup_leaves_its_samples(monkeypatch):
 
 NUMBERS = st.integers(-(2**70), 2**70) | st.floats(allow_nan=False)
 PLAIN = st.recursive(
-    st.none() | st.booleans() | NUMBERS | st.text(max_size=20), lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4), max_leaves=12
+    st.none() | st.booleans() | NUMBERS | st.text(max_size=20) | st.binary(max_size=20), lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4), max_leaves=12
 )
 ARRAYS = arrays.arrays(
     st.sampled_from(["|b1", "|i1", "<u4", ">i8", "<f2", "<f4", "<f8", "<c16"]), arrays.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
@@ -350,7 +401,7 @@ def test_scalars_lists_and_references():
 
 HOSTILE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.sampled_from([2**31, 2**63, 2**64, -1, 10**30]) | st.floats() | st.text(max_size=6)
-    | st.sampled_from(["array", "list", "dict", "ref", "buffer", "<f8", "|O8", "<u4", "<M8", "O", "c3", "b8", "<f16", "|V8"]),
+    | st.sampled_from(["array", "list", "dict", "ref", "buffer", "bytes", "<f8", "|O8", "<u4", "<M8", "O", "c3", "b8", "<f16", "|V8"]),
     lambda inner: st.lists(inner, max_size=4)
     | st.dictionaries(st.sampled_from(["t", "v", "id", "kind", "dtype", "shape", "blob", "x"]), inner, max_size=5)
     | st.fixed_dictionaries({"t": st.sampled_from(["array"]), "dtype": st.sampled_from(["<f8", "<u4", "|b1", "<i3", "<c16", "|S4", "<f0", "b99"]), "shape": st.lists(st.integers(-1, 5) | st.sampled_from([0, 2**31, 2**62, 2**64]), max_size=70), "blob": st.integers(-2, 3)})
@@ -374,7 +425,7 @@ def test_whatever_comes_becomes_plain_data_or_is_refused(message, blobs):
             return all(type(key) is str and plain(value) for key, value in item.items())
         if isinstance(item, np.ndarray):
             return type(item) is np.ndarray and item.dtype.kind in "biufc" and item.dtype.itemsize > 0
-        return item is None or type(item) in (bool, int, float, str, wire.Ref, wire.BufferRef)
+        return item is None or type(item) in (bool, int, float, str, bytes, wire.Ref, wire.BufferRef)
 
     assert plain(value)
 

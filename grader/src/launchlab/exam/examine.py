@@ -39,6 +39,7 @@ from launchlab.paths import BUILD
 
 EXERCISE_SECONDS = 90.0
 AFTERMATH_SECONDS = 10.0
+TENSORRT = "tensorrt"
 # What can go wrong on the examiner's own side: the GPU, its lock, a disk, memory. Everything else is points not proved.
 EXAMINERS = (CudaError, OSError, MemoryError, zmq.ZMQError, GpuBusy)
 
@@ -83,7 +84,7 @@ def lacking(chapter: Chapter) -> str | None:
     """Why the parts of ``chapter`` that need a GPU cannot run here (Chinese), or None if they can."""
     if find_gpu() is None:
         return "这台机器没有 GPU，没有评分：换一台有 GPU 的机器再评。"
-    wanted = (["tensorrt"] if chapter.needs.tensorrt else []) + [name.replace("-", "_") for name in chapter.needs.packages]
+    wanted = ([TENSORRT] if chapter.needs.tensorrt else []) + [name.replace("-", "_") for name in chapter.needs.packages]
     missing = [name for name in wanted if find_spec(name) is None]
     if missing:
         return f"这台机器没有安装 {'、'.join(missing)}，没有评分：运行 launchlab doctor 看怎样安装，装好以后再评。"
