@@ -156,6 +156,9 @@ class Agent:
     def _op_graph(self, target: Any) -> dict:
         return describe_graph(target)
 
+    def _op_instantiate(self, target: Any) -> Any:
+        return self._keep(Instantiated(target))
+
     def _op_probe(self) -> str | None:
         """Name of the CUDA error that has poisoned this process's context, or None."""
         cupy = sys.modules.get("cupy")
@@ -186,6 +189,38 @@ class Agent:
             cupy.get_default_memory_pool().free_all_blocks()
 
 
+class Instantiated:
+    """An executable graph that the agent made of ``target``'s definition: what its nodes say is what it launches.
+
+    ``target``: as for `describe_graph`. ``graph``: the definition's handle, an int. Launches go to a stream of its own.
+    """
+
+    def __init__(self, target: Any):
+        from cuda.bindings import runtime
+
+        self._runtime, self._target, self.graph = runtime, target, int(definition(target))
+        self._executable = checked(runtime.cudaGraphInstantiate(runtime.cudaGraph_t(self.graph), 0))
+        self._stream = checked(runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking))
+
+    def launch(self) -> None:
+        checked(self._runtime.cudaGraphLaunch(self._executable, self._stream))
+
+    def __del__(self) -> None:
+        for destroy, name in (("cudaGraphExecDestroy", "_executable"), ("cudaStreamDestroy", "_stream")):
+            if name in vars(self):
+                getattr(self._runtime, destroy)(getattr(self, name))
+
+
+def definition(target: Any) -> Any:
+    """The ``cudaGraph_t`` of ``target``; raises `NotAGraph` where there is none."""
+    from cuda.bindings import runtime
+
+    try:
+        return runtime.cudaGraph_t(int(getattr(target, "graph", target)))
+    except (TypeError, ValueError):
+        raise NotAGraph(type(target).__name__) from None
+
+
 def synchronize() -> None:
     """Wait for the whole device, if this process uses one."""
     cupy = sys.modules.get("cupy")
@@ -212,10 +247,7 @@ def describe_graph(target: Any) -> dict:
     """
     from cuda.bindings import runtime
 
-    try:
-        graph = runtime.cudaGraph_t(int(getattr(target, "graph", target)))
-    except (TypeError, ValueError):
-        raise NotAGraph(type(target).__name__) from None
+    graph = definition(target)
     _, count = checked(runtime.cudaGraphGetNodes(graph, 0))
     nodes = list(checked(runtime.cudaGraphGetNodes(graph, count))[0])[:count] if count else []
     kinds = [checked(runtime.cudaGraphNodeGetType(node)).name.removeprefix("cudaGraphNodeType") for node in nodes]

@@ -64,6 +64,13 @@ class Handle:
         """An array, copied to the host."""
         return self.party.ask("host", target=self)
 
+    def instantiate(self) -> Handle:
+        """A graph's definition instantiated by the examiner's agent: what is run is what was counted, whoever captured it.
+
+        Raises `PartyError` for what holds no graph. `run` launches it; it goes with the exercise.
+        """
+        return self.party.ask("instantiate", target=self)
+
     def get(self, name: str) -> Any:
         """An attribute: plain data, or a `Handle`."""
         return self.party.ask("get", target=self, name=name)
