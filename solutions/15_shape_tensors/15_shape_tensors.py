@@ -626,13 +626,13 @@ import matplotlib.pyplot as plt
 
 lab.plot_style()
 MASKS = {"512 个 token": (512,), "720p 掩码": (720, 1280), "1080p 掩码": (1080, 1920)}
-share = np.logspace(-4, 0, 50)
+share = np.logspace(-3, 0, 50)
 fig, ax = plt.subplots()
 rows = []
 for label, shape in MASKS.items():
     bound = len(shape) * int(np.prod(shape)) * 4
-    (line,) = ax.loglog(100 * share, bound * share, label=label)
-    ax.axhline(bound, color=line.get_color(), linestyle="--", linewidth=1)
+    (line,) = ax.loglog(100 * share, bound * share, label=label, marker="")
+    ax.axhline(bound, color=line.get_color(), linestyle="--", linewidth=1, marker="")
     rows.append((label, shape, f"{bound:,}", f"{bound / 100:,.0f}"))
 ax.set_xlabel("命中的比例（%）")
 ax.set_ylabel("NonZero 的输出（字节）")
@@ -1450,6 +1450,12 @@ for layout in ((3, 4), (2, 6), (12, 1)):
         reference.located(ramp, layout),
         why="0 到 11 排成几行几列，大于 4 的有 7 个，(行, 列) 不对。每次入队之前都把这一次的 grid 写进主机内存了吗？返回的形状是 TensorRT 通知的那个吗？",
     )
+ON_GPU = """
+def on_gpu(array):
+    import cupy
+    return isinstance(array, cupy.ndarray)
+"""
+check.that(student.define(ON_GPU, "on_gpu")(seeker.infer(on_gpu(ramp), np.array([3, 4], np.int64))), why="infer 应当返回 CuPy 数组，结果留在显存里，不要拷回主机。")
 check.equal(seeker.infer(on_gpu(ramp * 0), np.array([3, 4], np.int64)), np.zeros((2, 0), np.int32), why="一个命中也没有时，应当返回形状 (2, 0) 的数组，不是 None，也不是上一次的结果。")
 ### BEGIN HIDDEN TESTS
 def drawn_case(density, most=128):
