@@ -474,6 +474,13 @@ def test_difference(got, want, equal):
     assert same(got, want) is equal
 
 
+@pytest.mark.parametrize(("got", "want", "differing", "size"), [
+    ([1, 2, 3], [1, 2, 4], 1, 3), ([[1, 2], [3, 4]], [[1, 0], [0, 0]], 3, 4), ([], [], 0, 1), ([np.zeros(5), 1], [np.ones(5), 1], 5, 6),
+])
+def test_values_of_nested_lists_are_counted_one_by_one(got, want, differing, size):
+    assert difference(got, want, 0, 0) == (None, differing, size)
+
+
 def test_difference_with_tolerance_of_a_number_too_large():
     assert not same(10**400, 3, abs=1)
 

@@ -293,7 +293,8 @@ lab.check_cuda(cudart.cudaGraphDestroy(captured[0]))
 # %% [markdown]
 # - 分叉的那一刻，`sides[0]` 的状态从“没有捕获”变成“捕获中”：**被拉进来**，不需要自己开始，也不能自己结束。
 # - 名单只在放进一个新节点以后才缩成一个：新节点等名单上的所有人，以后的只等它。
-# - 汇合只是把分支的名单并进来。名单上可能留着已经隐含的节点，于是图里可能多出一条“不说也知道”的边；它不改变谁先谁后。
+# - 汇合只是把分支的名单并进来，起始流自己原来等的那一个并不划掉：刚才猜的时候，把它也算上了吗？
+#   它其实已经隐含在分支里，于是图里可能多出一条“不说也知道”的边；那条边不改变谁先谁后。
 # - 起始流结束捕获，所有被拉进来的流一起恢复正常。
 #
 # 把这个套路收成一个函数，后面的实验都用它。它在捕获里、在捕获外都能用：在外面，它就是普通的多流代码。
@@ -473,9 +474,11 @@ lab.say(
 
 # %% [markdown]
 # - **904 是忘了汇合。** 录到的东西作废，什么也没执行过。汇合要覆盖到分支的**最后一个**节点：汇合以后又放一个，还是没有汇合。
+#   拉进来却什么也没放的分支，没有节点要汇合，不算 904。
 #   汇合可以绕路：分支二等过分支一，起始流只等分支二就够了。
 # - **905 是忘了分叉。** 那条流根本没有被拉进来，所以它的内核**当场就执行了**，用的是捕获时还没有准备好的数据；
 #   等到起始流去等它的事件，才发现那是一个捕获之外的事件。只看错误码，会以为错在等待；真正的错在更早，少了一次分叉。
+#   905 还会让整个捕获作废，结束捕获时看到的只是回声 901；查日志，要找第一个出错的调用。
 # - 真想让图等外面的工作，用 `cudaEventWaitExternal` 标志：等待变成一个节点，每次启动都真的等。
 #
 # 公开的问题报告里，这两个码最常见的病根正是：分支流没有汇合；从流池里拿来的流，没有从起始流分叉出来就用了。
@@ -613,7 +616,8 @@ lab.say(
 # ### 泳道有几条
 #
 # 分支一直加下去，同时在跑的会一直加吗？`k` 条分支，每条三个 200 µs 的内核，量“同时在跑的最多几个”。
-# 逐个启动用 `k` 条流，图也从同样的 `k` 条流录来。先猜：两条线会不会一直贴着虚线 y = k？
+# 逐个启动用 `k` 条流，图也从同样的 `k` 条流录来。分叉之前先空转 10 毫秒，让 CPU 有时间把活全交出去：
+# 不然交到后面，前面的已经做完了，量到的是 CPU 的快慢，不是泳道。先猜：两条线会不会一直贴着虚线 y = k？
 
 # %% tags=["demo", "gpu"]
 BRANCHES = (1, 2, 4, 8, 12, 16, 32, 64)
@@ -621,7 +625,8 @@ many = [cp.cuda.Stream(non_blocking=True) for _ in range(max(BRANCHES))]
 
 
 def k_branches(k):
-    fork_join([stamps(3 * b, 3, us=200) for b in range(k)], queues=many, breadth_first=True)
+    # The spin lets the CPU submit everything before the branches begin.
+    fork_join([stamps(3 * b, 3, us=200) for b in range(k)], partial(launch_spin, 10_000), queues=many, breadth_first=True)
 
 
 at_once = {"逐个启动，k 条流": [], "一张图，k 条分支": []}
@@ -657,8 +662,11 @@ for name, values in at_once.items():
     lab.say(f"{name}：" + (f"从 k = {left[0]} 起，有分支在排队。" if left else f"直到 k = {BRANCHES[-1]} 都全部同时在跑。"))
 
 # %% [markdown]
-# 这里的内核每个只用一个线程，GPU 的算力远远没有用完；离开虚线，说明**泳道先用完了**：流再多，硬件队列就那么些
-# （逐个启动时，环境变量 `CUDA_DEVICE_MAX_CONNECTIONS` 决定有几条，默认通常是 8），几条流合用一条队列，就会互相挡路。
+# 这里的内核每个只用一个线程，GPU 的算力远远没有用完；哪条线离开了虚线，就是它的**泳道先用完了**：
+# 几条分支合用一条硬件队列，互相挡路。要是一直贴着虚线，就是这台机器的泳道比这里试的还多。
+# 逐个启动时，环境变量 `CUDA_DEVICE_MAX_CONNECTIONS` 管着队列的条数；文档写的默认值是 8，实际能同时跑几条，以你的图为准。
+# 图的泳道由驱动另外安排，所以两条线可以不一样。
+#
 # 真实的内核占的 SM 多，往往两三条分支就把 GPU 填满了。所以分支数以量到的为准，不是越多越好。
 
 # %% [markdown]
@@ -735,12 +743,12 @@ lab.say(
 # 临时缓冲可以在图里分配（流序分配，stream-ordered allocation），《流捕获：规则与恢复》里做过。这里看它的一生：
 # 什么时候占、什么时候还。图的内存有自己的账本，`cudaDeviceGetGraphMemAttribute` 给出两个数：
 #
-# - **used**：图分配了、还没释放的字节；
-# - **reserved**：驱动为图留着的物理显存，释放以后也先不还给系统。
+# - **used**：此刻记在图名下的字节；
+# - **reserved**：驱动为图留着的物理显存，释放以后也先不还给系统，等你修剪（trim）。
 #
 # 下面这张图**只分配、不释放**：结果留在图分配的显存里，让外面来读。这样的图第二次启动本来会被拒绝，
 # 所以实例化时带上 `cudaGraphInstantiateFlagAutoFreeOnLaunch`：每次启动先自动释放上一次的。
-# 一步步看账本。先猜：销毁图以后，used 是 0 吗？
+# 一步步看账本。先猜：销毁图、修剪以后，used 是 0 吗？
 
 # %% tags=["demo", "gpu"]
 MIB = 1 << 20
@@ -778,18 +786,23 @@ rows.append(noted("启动一次", cudart.cudaGraphLaunch(auto, stream.ptr)[0]))
 rows.append(noted("再启动一百次", max(int(cudart.cudaGraphLaunch(auto, stream.ptr)[0]) for _ in range(100))))
 cudart.cudaGraphExecDestroy(auto)
 rows.append(noted("销毁可执行图和定义", cudart.cudaGraphDestroy(captured[0])[0]))
-after_destruction = ledger()[0]
+rows.append(noted("修剪：`cudaDeviceGraphMemTrim`", trim()))
+unfreed = ledger()[0]
 rows.append(noted("`cudaFreeAsync(地址)`", cudart.cudaFreeAsync(kept_address, stream.ptr)[0]))
-rows.append(noted("`cudaDeviceGraphMemTrim`", trim()))
+freed = ledger()[0]
+rows.append(noted("再修剪", trim()))
 cudart.cudaGetLastError()
 lab.say(lab.table(("这一步之后", "返回码", "used MiB", "reserved MiB"), rows))
-lab.say(f"图销毁以后，used 还有 **{after_destruction:.0f} MiB**。")
+lab.say(f"used：图销毁、修剪以后 **{unfreed:.0f} MiB**，释放以后 {freed:.0f} MiB，再修剪以后 {ledger()[0]:.0f} MiB。")
 
 # %% [markdown]
 # ### 误区三：图销毁了，它的显存就回来了
 #
-# 看“销毁”那一行。最后一次启动分配的那一块，活得比图还久：它的地址交出去了，驱动不知道外面还有没有人在用，不敢替你放。
+# 看“销毁”和紧跟着的“修剪”那两行。最后一次启动分配的那一块，活得比图还久：它的地址交出去了，驱动不知道外面还有没有人在用，不敢替你放。
 # 没有人再去释放，就是泄漏；而且地址一旦忘了，就永远还不了了。
+#
+# `cudaFreeAsync` 那一行的 used 也许没有马上变小：释放过的那块可以给下一张图用，但在有的驱动上，要到修剪时才从账上划掉。
+# 所以查泄漏要先等 GPU 做完、修剪，再看 used；没有释放的，修剪多少次都在。
 #
 # 所以在图里只分配、不释放，就欠了三笔账：
 #
@@ -799,7 +812,7 @@ lab.say(f"图销毁以后，used 还有 **{after_destruction:.0f} MiB**。")
 #
 # 能在图里释放的，就在图里释放，账自己会平。
 #
-# 看看第一笔账忘了还会怎样：每个请求建一张图，带一块 1 MiB 的输出，用完就销毁图，但不释放输出。另一种写法补上那一句。
+# 看看第一笔账忘了还会怎样：每个请求建一张图，带一块 1 MiB 的输出，用完就销毁图，但不释放输出。另一种写法补上那一句。看哪条线随着张数一直往上长。
 
 # %% tags=["demo", "gpu"]
 def one_request(free_it):
@@ -1241,7 +1254,7 @@ lab.say("至少在一种模式里打断了捕获的：" + ("、".join(breaking) 
 # ### 误区四：垃圾回收和 CUDA 没有关系
 #
 # 真实的故障是间歇的。下面捕获 60 次，每次之前产生一点圈状垃圾，里面有一个好心的析构函数；捕获中间照常新建一些 Python 对象，
-# **没有人主动调用回收**。数一数录成了几次；再把回收关掉，数第二遍。
+# 留着以后用，**没有人主动调用回收**。数一数录成了几次；再把回收关掉，数第二遍。
 
 # %% tags=["demo", "gpu"]
 # What a launch, or the end of the capture, raises once the capture is broken.
@@ -1260,13 +1273,13 @@ class Courteous:
 
 def survived(rounds=60):
     """How many of `rounds` captures were not broken."""
-    alive = 0
+    alive, kept = 0, []
     for _ in range(rounds):
         Courteous()
         try:
             with capturing(stream) as captured:
                 launch_mix(xs, 0)
-                _ = [[] for _ in range(300)]  # what any Python code does
+                kept += [[] for _ in range(300)]  # kept: only objects that stay bring the next collection nearer
                 launch_mix(xs, 1)
             cudart.cudaGraphDestroy(captured[0])
             alive += 1
@@ -1288,7 +1301,8 @@ gc.collect()
 lab.say(lab.table(("60 次捕获", "录成的"), [("照常", with_collector), ("捕获时关掉回收", without_collector)]))
 
 # %% [markdown]
-# 第一行要是不到 60，少掉的那些就是开头的“重启十次，死一次”。治法有四步，少一步都不完整：
+# 第一行要是不到 60，少掉的那些就是开头的“总有一次死在捕获上”。新建的对象比消失的多出一定的数目（`gc.get_threshold()` 的第一项），
+# 就回收一次；哪一次捕获撞上，只看那时攒了多少；报错的那一行不过是碰巧走到了那里。治法有四步，少一步都不完整：
 #
 # 1. 捕获之前先 `gc.collect()`，把旧账清掉，免得垃圾越积越多；
 # 2. `gc.disable()`；
@@ -1349,7 +1363,7 @@ lab.say(
 # %% [markdown]
 # 看两头：
 #
-# - 左边，内核比启动短：CPU 一个个提交才是瓶颈，分成三条流也要提交 30 次。省时间靠图。
+# - 左边，内核比启动短：CPU 一个个提交才是瓶颈，分成三条流也要提交 30 次，还多出记录和等待，可能反而更慢。省时间靠图。
 # - 右边，内核比启动长：启动藏在后面，图省不了多少。省时间靠并排。
 # - 中间那一段两样都要：**并排缩短 GPU 的路，图让 CPU 喂得上这么宽的路。** 项目就放在这一段。
 
@@ -1677,7 +1691,7 @@ lab.say(lab.table(("调用", "你的判断（编号←祖先）", "驱动的回�
 # <details><summary>提示一：想一想</summary>
 #
 # 一条分支要经过哪几步：进来、做事、回来？进来用的事件记录一次够不够几条分支用？回来用的事件呢？
-# 回收原来是开是关，要在哪里记下，在哪里恢复，才能保证出错时也恢复？收一次，应当在关掉之前还是捕获之后？
+# 回收原来是开是关，要在哪里记下，在哪里恢复，才能保证出错时也恢复？收一次，应当在捕获之前还是之后？
 #
 # </details>
 # <details><summary>提示二：用到的 API</summary>
@@ -1895,10 +1909,12 @@ check.equal(told, ["", 1, 1, 0, 3], why="失败过一次以后，再捕获就不
 #
 # 并且让显存保持平坦：
 #
-# - 两百张图之中，同时活着的只有少数几张；每张可执行图、每个定义都销毁，每块结果都释放；
+# - 两百张图之中，同时活着的只有少数几张，不要攒到最后才收拾；每张可执行图、每个定义都销毁，每块结果都释放；
 # - 返回时，`stream` 上的工作已经做完，图的显存 used 和 reserved 都回到了调用之前；
 # - `i` 是负数时，`define_request` 抛 `ValueError`（什么也没有捕获）。异常原样出去，但在它之前的请求照样要收拾干净，
 #   已经启动的照样做完。
+#
+# 录图在给定的 `define_request` 里面，垃圾回收这一题不用管。
 
 # %% tags=["gpu"]
 def define_request(x, i):
@@ -2035,7 +2051,7 @@ told = audit(function, queue, x, [1, 2, 3])
 check.equal(told[0], "", why="三个平常的请求，却抛出了异常。")
 check.equal(x.read(), reference.all_served(data, [1, 2, 3]), why="三个请求之后 x 不对。每个请求：启动图，再把结果揉进 x，都在 stream 上。释放是不是排到了 launch_absorb 前面？释放以后，那里随时可能是别人的数据。")
 check.equal(told[1:5], [3, 3, 3, 3], why="三个请求应当捕获 3 个定义、实例化 3 次、销毁 3 张可执行图和 3 个定义。有没有哪一样忘了销毁？")
-check.equal(told[5], 0, why="返回以后，图的显存 used 没有回到原来：结果的显存释放了吗，返回之前等 stream 做完了吗？")
+check.equal(told[5], 0, why="返回以后，图的显存 used 没有回到原来：结果的显存都释放了吗？释放以后，等 stream 做完、修剪了吗？")
 check.equal(told[6], 0, why="返回以后，图的显存 reserved 没有回到原来：最后修剪了吗？修剪只还空着的，之前先等 stream 做完。")
 ### BEGIN HIDDEN TESTS
 numbers = [int(i) for i in secret.integers(0, 2**31, 200)]
@@ -2070,7 +2086,7 @@ check.that(min(losses) <= 16 << 20, why="再做三轮、每轮 60 张图，设�
 # 写 `make_pipeline(x, n)`，在 `stream` 上把整个请求做成一张图，返回给定的 `Pipeline`：
 #
 # - 图里有 1 个拷贝、1 个 `absorb`、3 × (1 + n) 个分支内核、1 个 `reduce`；三个分支并排；
-# - 建图时不改变 `x`，不怕垃圾回收打断；图指向的缓冲有人保管；
+# - 建图时不改变 `x`，不怕垃圾回收打断（可以直接用练习二里你写的 `capture_forked`）；图指向的缓冲有人保管；
 # - `pipeline.feed(batch)` 换一份数据，`pipeline()` 启动一个请求，`pipeline.close()` 善终，这些外壳已经给好；
 # - 快：`n = 30` 时，一个请求的端到端时间（从提交到整个设备做完）不超过 `EagerPipeline` 的一半；
 #   如果在这台机器上参考实现自己也快得不多，门槛会降到它的加速比的一半。
@@ -2364,7 +2380,7 @@ except Exception as error:  # noqa: BLE001 - shown to the reader
 # | 捕获时先写谁，重放就先做谁 | 图只看边；逐个启动才看次序 |
 # | 分支越多越快 | 泳道和 SM 都有限，以量到的为准 |
 # | 图启动到高优先级的流上就优先 | 优先级在节点里，实例化时带上 `UseNodePriority` 才算数 |
-# | 图销毁了，显存就回来了 | 图外释放的那一块不会；reserved 还要修剪 |
+# | 图销毁了，显存就回来了 | 图里没有释放的那一块不会，要自己释放；还给系统要修剪 |
 # | 最后用完的分支负责释放 | 释放要等所有的使用者，也就是汇合以后 |
 # | 图还在跑，不能销毁 | 可以；不能放手的是缓冲 |
 # | 垃圾回收和 CUDA 没有关系 | 捕获时关掉它，析构函数里不要同步 |

@@ -35,7 +35,7 @@ lab.here()
 # %% [markdown]
 # ## 准备：一个换得动权重的网络
 #
-# 四层感知机，每层 $y = \mathrm{ReLU}(x W_i + b_i)$，宽 256，批大小 1 到 16。权重放在一个字典里：`"w1"`、`"b1"` …… `"w4"`、`"b4"`。
+# 四层感知机，每层 $y = \mathrm{ReLU}(x W_i) + b_i$，宽 256，批大小 1 到 16。权重放在一个字典里：`"w1"`、`"b1"` …… `"w4"`、`"b4"`。
 #
 # 权重取得很特别：每一列只有三个 ±1，偏置是 −4 到 4 的整数，输入是 −8 到 8 的整数。这样每个中间值都是绝对值小于 2048 的整数，
 # FP32、TF32、FP16 都能精确表示，加法不管按什么次序都没有舍入。于是**结果必须和 NumPy 逐个相等**，
@@ -74,7 +74,7 @@ def expected(weights, x):
     """The network's exact output, float32 like x (batch, WIDTH)."""
     y = x.astype(np.float64)
     for number in range(1, LAYERS + 1):
-        y = np.maximum(y @ weights[f"w{number}"] + weights[f"b{number}"], 0)
+        y = np.maximum(y @ weights[f"w{number}"], 0) + weights[f"b{number}"]
     return y.astype(np.float32)
 
 
@@ -126,8 +126,8 @@ def define_network(weights):
             if not network.set_weights_name(values, name):
                 raise RuntimeError(f"不能给权重起名 {name}：" + "；".join(lab.trt_errors()))
         product = network.add_matrix_multiply(y, trt.MatrixOperation.NONE, tensors[0], trt.MatrixOperation.NONE)
-        total = network.add_elementwise(product.get_output(0), tensors[1], trt.ElementWiseOperation.SUM)
-        y = network.add_activation(total.get_output(0), trt.ActivationType.RELU).get_output(0)
+        positive = network.add_activation(product.get_output(0), trt.ActivationType.RELU)
+        y = network.add_elementwise(positive.get_output(0), tensors[1], trt.ElementWiseOperation.SUM).get_output(0)
     y.name = "y"
     network.mark_output(y)
     return network
@@ -176,7 +176,7 @@ class Runner:
 
     def __init__(self, engine: "trt.ICudaEngine", weights):
         self.engine, self.weights = engine, dict(weights)
-        self._context = None
+        self._context = self._shape = None
 
     @property
     def context(self) -> "trt.IExecutionContext":
@@ -199,11 +199,13 @@ class Runner:
         if x.shape != y.shape:
             raise ValueError(f"x 和 y 的形状不同：{x.shape} 与 {y.shape}")
         context = self.context
-        if tuple(context.get_tensor_shape("x")) != x.shape and not context.set_input_shape("x", x.shape):
-            raise ValueError(f"形状 {x.shape} 不在 Profile 里：" + "；".join(lab.trt_errors()))
-        context.set_tensor_address("x", x.data.ptr)
-        context.set_tensor_address("y", y.data.ptr)
-        if not context.execute_async_v3(stream.ptr):
+        if x.shape != self._shape:
+            self._shape = None  # a refused shape leaves the context without a legal one
+            if not context.set_input_shape("x", x.shape):
+                raise ValueError(f"形状 {x.shape} 不在 Profile 里：" + "；".join(lab.trt_errors()))
+            self._shape = x.shape
+        bound = context.set_tensor_address("x", x.data.ptr) and context.set_tensor_address("y", y.data.ptr)
+        if not bound or not context.execute_async_v3(stream.ptr):
             raise RuntimeError("入队被拒绝：" + "；".join(lab.trt_errors()))
 
 
@@ -356,7 +358,9 @@ print("之后照常工作：", np.array_equal(ys.get(), expected(WEIGHTS, x_host
 # %%
 RISKY = r"""
 import json
+import statistics
 import sys
+import time
 
 import cupy as cp
 import numpy as np
@@ -407,6 +411,16 @@ def outcome(engine: trt.ICudaEngine | None):
     return "right" if np.array_equal(y.get(), stored["old"]) else "wrong"
 
 
+def typical_us(context: trt.IExecutionContext):
+    took = []
+    for _ in range(60):
+        start = time.perf_counter()
+        context.execute_async_v3(stream.ptr)
+        stream.synchronize()
+        took.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(took[10:])
+
+
 if experiment == "bytes":
     for place in np.linspace(0.06, 0.94, 12):
         spoiled = bytearray(plan)
@@ -416,7 +430,21 @@ if experiment == "stripped":
     engine: trt.ICudaEngine = runtime.deserialize_cuda_engine(plan)
     refitter = trt.Refitter(engine, log)
     tell("missing", len(refitter.get_missing_weights()), len(refitter.get_all_weights()))
-    tell("ran", outcome(engine), log.said[:1])
+    del refitter
+    tell("ran", outcome(engine))
+if experiment == "compatible":
+    context = prepared(runtime.deserialize_cuda_engine(open(f"{folder}/second", "rb").read()))
+    usual = typical_us(context)
+    engine: trt.ICudaEngine | None = runtime.deserialize_cuda_engine(plan)
+    tell("strict", engine is not None)
+    if engine is None:
+        trusting = trt.Runtime(log)
+        trusting.engine_host_code_allowed = True
+        engine = trusting.deserialize_cuda_engine(plan)
+    tell("outcome", outcome(engine))
+    context = None if engine is None else prepared(engine)
+    if context is not None:
+        tell("ratio", typical_us(context) / usual)
 if experiment == "graph":
     engine: trt.ICudaEngine = runtime.deserialize_cuda_engine(plan)
     context: trt.IExecutionContext = prepared(engine)
@@ -449,13 +477,14 @@ import sys
 retrained = random_weights(1)
 
 
-def risk(experiment, plan):
+def risk(experiment, plan, second=b""):
     """Run one experiment of RISKY in a child process. Returns (what it told, a list of lists; exit code, or None for a hang)."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "plan").write_bytes(plan)
+        Path(folder, "second").write_bytes(second)
         np.savez(Path(folder, "data.npz"), x=x_host, old=expected(WEIGHTS, x_host), new=expected(retrained, x_host), **retrained)
         try:
-            done = subprocess.run([sys.executable, "-c", RISKY, experiment, folder], capture_output=True, text=True, timeout=60, check=False)
+            done = subprocess.run([sys.executable, "-c", RISKY, experiment, folder], capture_output=True, text=True, timeout=30, check=False)
         except subprocess.TimeoutExpired as late:
             return [json.loads(line) for line in (late.stdout or b"").decode().splitlines() if line.startswith("[")], None
     if done.returncode:
@@ -486,6 +515,9 @@ lab.say(
 # 3. `refitter.set_named_weights(name, trt.Weights(array))`，返回真假。数组要**留到重装完成**，这里同样不复制；
 # 4. `refitter.get_missing_weights()`：还缺谁。有些权重被融合在一起，换一个就得把同伴也交出来；
 # 5. `refitter.refit_cuda_engine()`，返回真假。
+#
+# 同一个 `Refitter` 可以反复用，但它**记得**交过的每一份：文档说，下一次重装不必再交，改动那块内存就行。反过来，不想再装的，
+# 装完以后要用 `unset_named_weights(name)` 收回，否则每次都会再装一遍。
 
 # %% tags=["demo", "gpu"]
 def put_weights(engine: "trt.ICudaEngine", weights):
@@ -495,11 +527,15 @@ def put_weights(engine: "trt.ICudaEngine", weights):
     return all(accepted) and not refitter.get_missing_weights() and refitter.refit_cuda_engine()
 
 
+def show_names(engine: "trt.ICudaEngine"):
+    refitter = trt.Refitter(engine, lab.trt_logger())
+    prototype = refitter.get_weights_prototype("w1")
+    print("能换的：", refitter.get_all_weights())
+    print("w1 要：", prototype.size, "个", prototype.dtype)
+
+
 served = open_runner(PLAN, WEIGHTS)
-refitter = trt.Refitter(served.engine, lab.trt_logger())
-prototype = refitter.get_weights_prototype("w1")
-print("能换的：", refitter.get_all_weights())
-print("w1 要：", prototype.size, "个", prototype.dtype)
+show_names(served.engine)
 context_before = served.context
 served.infer(xs, ys)
 stream.synchronize()
@@ -511,17 +547,19 @@ print("重装之后，是新权重的结果：", np.array_equal(ys.get(), expect
 print("还是原来的执行上下文：", served.context is context_before)
 
 # %% [markdown]
-# 没有构建，没有装载，连执行上下文也不用换。两条规矩：
+# 没有构建，没有装载，连执行上下文也不用换。三条规矩：
 #
 # - 引擎有还没做完的工作时，不能重装（行为未定义）：**先等它做完**；
-# - 重装失败（返回 `False`）时，引擎可能已经换了一半：不要再用，重新装载。
+# - 重装失败（返回 `False`）时，引擎可能已经换了一半：不要再用，重新装载；
+# - 返回 `True` 也要拿一个已知答案的输入验一次。TensorRT 11.3 的文档就列着一个已知问题：声明了 REFIT，矩阵乘后面的偏置可能被丢掉，当作零。
+#   （本章的网络把偏置加在 ReLU 之后，躲开了它。）
 #
 # ### 它检查什么，不检查什么
 #
 # 名字写错、个数不对、类型不对，应当拒绝。那么，把 `w1` 转置了再交给它呢？
 
 # %% tags=["demo", "gpu"]
-refitter = trt.Refitter(served.engine, lab.trt_logger())
+refitter = trt.Refitter(load(PLAN), lab.trt_logger())  # an engine of its own: nothing here is ever refitted
 square = random_weights(2)["w1"]
 candidates = {
     "没有这个名字": ("w9", square),
@@ -569,16 +607,18 @@ lab.say(
 # %% tags=["demo", "gpu"]
 last_layers = [{name: random_weights(seed)[name] for name in ("w4", "b4")} for seed in (20, 21)]
 full_sets = [random_weights(seed) for seed in (22, 23)]
-served.infer(xs, ys)
-kept = trt.Refitter(served.engine, lab.trt_logger())
+kept = trt.Refitter(load(PLAN), lab.trt_logger())
 
 
 def one_layer(turn):
-    for name, array in last_layers[turn % 2].items():
-        kept.set_named_weights(name, trt.Weights(array))
-    for name in kept.get_missing_weights():
-        kept.set_named_weights(name, trt.Weights(full_sets[1][name]))
-    return kept.refit_cuda_engine()
+    given = dict(last_layers[turn % 2])
+    accepted = [kept.set_named_weights(name, trt.Weights(array)) for name, array in given.items()]
+    given |= {name: WEIGHTS[name] for name in kept.get_missing_weights() if name not in given}
+    accepted += [kept.set_named_weights(name, trt.Weights(given[name])) for name in given if name not in last_layers[turn % 2]]
+    worked = all(accepted) and kept.refit_cuda_engine()
+    for name in given:
+        kept.unset_named_weights(name)  # or the next refit would put them in once more
+    return worked
 
 
 ways = {
@@ -685,7 +725,7 @@ lab.say(f"刚装载时 `get_missing_weights()` 列出 {missing} 个名字（一�
 # | `BuilderFlag.VERSION_COMPATIBLE` | 同一个大版本里，**更新**的 TensorRT 也能装 | plan 里带上一份精简的运行时，有些优化不做；装载的一方要先声明信任它带来的代码：`runtime.engine_host_code_allowed = True` |
 # | `hardware_compatibility_level = AMPERE_PLUS` | 计算能力 8.0 以上的 GPU 都能用 | 只用大家都有的能力，新 GPU 的专长用不上 |
 #
-# TensorRT 11 还有一级 `SAME_COMPUTE_CAPABILITY`（同一计算能力的不同型号）。在这台机器上各造一个，看代价；造不出来也照实说。
+# TensorRT 11 还有一级 `SAME_COMPUTE_CAPABILITY`（同一计算能力的不同型号）。在这台机器上各造一个，在子进程里装载、推理，看代价；造不出来、装不进去也照实说。
 
 # %% tags=["demo", "gpu"]
 def compatible(name):
@@ -697,22 +737,21 @@ def compatible(name):
     return built(define_network(WEIGHTS), config)
 
 
-rows, timed = [("默认", f"{len(FIXED) / 1024:.0f}", "—", "1.00")], runners["不能换权重"]
+def lived(told, code):
+    """What the child process of `risk("compatible", …)` found, in the words of the table."""
+    found = dict(told)
+    if found.get("outcome") != "right":
+        return "—", "装载不了" if found.get("outcome") == "refused" else f"没有做完（退出码 {code}）"
+    return "不用" if found["strict"] else "要", f"{found['ratio']:.2f}" if "ratio" in found else f"没有做完（退出码 {code}）"
+
+
+rows = [("默认", f"{len(FIXED) / 1024:.0f}", "不用", "1.00")]
 for name in ("版本兼容", "硬件兼容"):
     try:
         plan = compatible(name)
-        lab.trt_errors()
-        trusting = trt.Runtime(lab.trt_logger())  # another one: permission is given to a runtime as a whole
-        strict = trusting.deserialize_cuda_engine(plan)
-        trusting.engine_host_code_allowed = True
-        engine = strict if strict is not None else trusting.deserialize_cuda_engine(plan)
-        if engine is None:
-            raise RuntimeError("；".join(lab.trt_errors()) or "装载得到 None")
-        moved = Runner(engine, WEIGHTS)
-        pair = lab.compare_us(partial(moved.infer, xs, ys), partial(timed.infer, xs, ys), clock="end_to_end")
-        rows.append((name, f"{len(plan) / 1024:.0f}", "不用" if strict is not None else "要", f"{pair.ratio:.2f}"))
+        rows.append((name, f"{len(plan) / 1024:.0f}", *lived(*risk("compatible", plan, FIXED))))
     except RuntimeError as error:
-        rows.append((name, "—", "—", f"这台机器上不行：{str(error)[:80]}".replace("|", "／").replace("\n", " ")))
+        rows.append((name, "—", "—", f"这台机器上构建不了：{str(error)[:80]}".replace("|", "／").replace("\n", " ")))
 lab.say(lab.table(("plan", "KiB", "要允许它带来的代码吗", "推理时间（默认 = 1）"), rows))
 
 # %% [markdown]
@@ -767,7 +806,7 @@ try:
         us = streamed_us(streaming, int(whole * share))
         rows.append((f"{share:.0%}", f"{streaming.weight_streaming_budget_v2 / 2**20:.1f}", f"{us:.0f}"))
     lab.say(lab.table(("要求常驻的比例", "生效的预算 MiB", "推理 µs"), rows) + f"\n\n可以流动的权重一共 {whole / 2**20:.0f} MiB。")
-except RuntimeError as error:
+except (RuntimeError, ValueError, TypeError) as error:
     lab.say(f"这台机器上做不了流式加载：{str(error)[:200]}", measured=False)
 
 # %% [markdown]
@@ -1274,7 +1313,8 @@ def fresh_runner(plan, weights):
 #
 # `np.array_equal(a, b)` 比内容；`np.array(w, order="C")` 得到自己的副本。表可以是字典，键是 `(从哪里, 到哪里)`。
 #
-# 一个 `trt.Refitter(runner.engine, lab.trt_logger())` 可以反复用：`set_named_weights`、`get_missing_weights`、`refit_cuda_engine`。
+# 一个 `trt.Refitter(runner.engine, lab.trt_logger())` 可以反复用：`set_named_weights`、`get_missing_weights`、`refit_cuda_engine`，
+# 装完以后用 `unset_named_weights(name)` 收回交过的，免得下一次又装一遍。
 # 内层函数要改外层的变量，写 `nonlocal current`。
 #
 # </details>
@@ -1304,9 +1344,12 @@ def make_switcher(runner, versions):
         if names:
             stream.synchronize()
             accepted = [refitter.set_named_weights(name, lent[k][name]) for name in names]
-            accepted += [refitter.set_named_weights(name, lent[k][name]) for name in refitter.get_missing_weights()]
+            extra = refitter.get_missing_weights()
+            accepted += [refitter.set_named_weights(name, lent[k][name]) for name in extra]
             if not all(accepted) or not refitter.refit_cuda_engine():
                 raise RuntimeError(f"切换到版本 {k} 失败：" + "；".join(lab.trt_errors()))
+            for name in {*names, *extra}:
+                refitter.unset_named_weights(name)  # or the next refit would put them in once more
         current, runner.weights = k, states[k]
 
     return switch
@@ -1442,27 +1485,32 @@ check.speedup(
     state=(x, z),
     at_least=3.0,
     draw=lambda: secret.integers(-8, 9, shape).astype(np.float32),
-    why="还不够快。switch 里只该有等待、交出变了的几个权重、重装；比较、复制、新的 Refitter 都应当在 make_switcher 里做完。",
+    why="还不够快。switch 里只该有等待、交出变了的几个权重、重装；比较和复制都应当在 make_switcher 里做完。反复用的 Refitter 记得交过的每一份，装完收回了吗？",
 )
 ### BEGIN HIDDEN TESTS
 from time import perf_counter
 
-# Against a real rebuild, by the examiner's own clock; each cycle is proved by its state.
-other = reference.random_weights(int(secret.integers(1, 2**31)))
-begin = perf_counter()
-reference.build_plan(other)
-rebuild = perf_counter() - begin
-took = []
-for _ in range(7):
-    data = secret.integers(-8, 9, shape).astype(np.float32)
-    x.write(data)
-    begin = perf_counter()
-    work.run(1)
-    took.append(perf_counter() - begin)
-    for k in (1, 0):
-        data = reference.advanced(versions[k], data)
-    check.equal(x.read(), data, why="计时以后再切换几次，结果不对：快，但没有做完该做的工作。")
-check.that(3 * sorted(took)[3] / 2 < rebuild, why="一次切换至少应当比重新构建快 3 倍。switch 里有没有构建或装载？")
+# Against a real rebuild, by the examiner's own clock, taking turns; each cycle is proved by its state.
+CYCLES = 4
+refittable = reference.define("import tensorrt\nREFIT = tensorrt.BuilderFlag.REFIT\ndef flag():\n    return REFIT\n", "flag")()
+took = {"rebuild": [], "work": [], "best": []}
+for turn in range(5):
+    if turn < 3:
+        other = reference.random_weights(int(secret.integers(1, 2**31)))
+        begin = perf_counter()
+        reference.open_runner(reference.build_plan(other, refittable), other).get("context")
+        took["rebuild"].append(perf_counter() - begin)
+    for name, side, state in (("work", work, x), ("best", best, z)):
+        data = secret.integers(-8, 9, shape).astype(np.float32)
+        state.write(data)
+        begin = perf_counter()
+        side.run(CYCLES)
+        took[name].append((perf_counter() - begin) / (2 * CYCLES))
+        for k in (1, 0) * CYCLES:
+            data = reference.advanced(versions[k], data)
+        check.equal(state.read(), data, why="计时以后再切换几次，结果不对：快，但没有做完该做的工作。")
+rebuild, mine, yardstick = (sorted(times)[len(times) // 2] for times in took.values())
+check.that(rebuild / mine >= min(3.0, rebuild / yardstick / 2), why="一次切换至少应当比重新构建快 3 倍（或参考实现的一半）。switch 里有没有构建或装载？")
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -1610,6 +1658,8 @@ class Bench:
         """[kind of miss or "stored", the bytes]. Any other exception is told by its name."""
         try:
             return ["stored", bytes(self.load_plan(str(self.folder), self.key(weights, turned)))]
+        except NotImplementedError:
+            raise  # not answered yet: let its text be seen
         except Exception as error:
             return [getattr(error, "kind", type(error).__name__), b""]
 
@@ -1677,15 +1727,29 @@ class Bench:
         return [outcome, sorted(set(self.names()) - before)]
 
     def save_meanwhile(self, weights, plan, other, at):
-        """Another save of the same key happens right before the at-th renaming of this one. "" or the exception."""
-        end = self.with_replace(lambda: self.save(weights, other), at)
+        """A thread saves the same key right before the at-th renaming of this save. Names of what was raised."""
+        raised = []
+
+        def save(each):
+            try:
+                self.save(weights, each)
+            except Exception as error:
+                raised.append(type(error).__name__)
+
+        thread = threading.Thread(target=save, args=(other,))
+
+        def during():
+            thread.start()
+            thread.join(1.0)  # not for ever: savers may take turns by a lock
+
+        end = self.with_replace(during, at)
         try:
-            self.save(weights, plan)
-            return ""
-        except Exception as error:
-            return type(error).__name__
+            save(plan)
         finally:
             end()
+        if thread.ident is not None:
+            thread.join()
+        return raised
 
     def contest(self, weights, plans, seconds):
         """Writers of the plans and a reader, all at once. Kinds that the reader saw, and what failed."""
@@ -1700,9 +1764,12 @@ class Bench:
                     return
 
         def read():
-            while not stop.is_set():
+            while True:
+                last = stop.is_set()
                 kind, data = self.take(weights)
                 seen.add(kind if kind != "stored" or data in plans else "wrong bytes")
+                if last:
+                    return
 
         threads = [threading.Thread(target=write, args=(plan,)) for plan in plans] + [threading.Thread(target=read)]
         for thread in threads:
@@ -1747,6 +1814,9 @@ bench.save("v4", plans["v1"])
 check.that(bench.take("v4") == ["stored", plans["v1"]] and bench.take("v1") == ["stored", plans["v1"]], why="两个键存了同样的字节，应当都能取到。")
 bench.save("v2", plans["v3"], True)
 check.that(bench.take("v2") == ["stored", plans["v3"]], why="同一个键再存一次，应当取到新的。")
+bench.write_plan("v2", blob(500))
+bench.save("v2", plans["v3"])
+check.that(bench.take("v2") == ["stored", plans["v3"]], why="plan 文件坏了，又存了一次同样的 plan，还是取不回来。已经有同名的文件，不等于里面的内容是好的：照样重写。")
 
 for change, kind, why in (
     (lambda b: b.write_side("v1", b""), "unreadable", "随附文件是空的。"),
@@ -1780,11 +1850,11 @@ for at in (1, 2):
     bench.save("v1", plans["v1"])
     outcome, more = bench.save_on_a_full_disk("v1", plans["v2"], at)
     check.equal(outcome, "OSError", why="换名的时候磁盘满了，应当抛出 OSError。文件是先写到临时名字、再用 os.replace 换过去的吗？plan 和随附文件都是吗？")
-    check.that(all(name.endswith(".plan") for name in more) and len(more) == at - 1, why="存到一半失败了，留下了临时文件，或者先写了随附文件。失败时要删掉临时文件；次序是先 plan，后随附文件。")
-    check.that(bench.take("v1") == ["stored", plans["v1"]], why="新的没有存成，原来的条目却取不到了。")
+    check.that(all(name.endswith(".plan") for name in more) and len(more) < at, why="存到一半失败了，留下了临时文件。失败时要删掉它。")
+    check.that(bench.take("v1") == ["stored", plans["v1"]], why="新的没有存成，原来的条目却取不到了。次序是先 plan，后随附文件吗？")
     for other in (plans["v3"], plans["v2"]):
-        check.equal(bench.save_meanwhile("v1", plans["v2"], other, at), "", why="存到一半的时候，另一个线程也存了同一个键，我们就出错了。临时名字是独一无二的吗？")
-        check.that(bench.take("v1") == ["stored", plans["v2"]], why="两个线程同时存同一个键，取到的不是后落定的那一份。")
+        check.equal(bench.save_meanwhile("v1", plans["v2"], other, at), [], why="存到一半的时候，另一个线程也存了同一个键，就出错了。临时名字是独一无二的吗？")
+        check.that(bench.take("v1") in (["stored", plans["v2"]], ["stored", other]), why="两个线程同时存同一个键，之后取到的不是其中任何一份。")
 bench = new_bench()
 large = [blob(3_000_000), blob(2_500_000)]
 bench.save("v1", large[0])
@@ -1930,6 +2000,7 @@ shop.spoil_side("v1")
 serves("v1", ["unreadable", 4], new, other, "随附文件坏了，应当重建，kind 是 unreadable。")
 shop.cut("v1")
 serves("v1", ["damaged", 5], new, other, "plan 被截断了，应当重建，kind 是 damaged。")
+serves("v1", ["stored", 5], new, other, "截断的条目重建以后应当修好了，下一次不该再构建。")
 shop.reseal("v1", other[: len(other) // 2])
 serves("v1", ["refused", 6], new, other, "摘要对得上，但 TensorRT 不肯装载，应当重建，kind 是 refused。")
 shop.reseal("v1", b"old!" + other[4:])

@@ -54,7 +54,7 @@ class Chapter:
     """One chapter: a row of the manifest, and where its files lie.
 
     number: 1–30; slug: `cuda_graph_concepts`; title: Chinese; module: a Module's id; minutes: reading and exercises;
-    points: the sum of its test cells; prerequisites: names of earlier chapters; ready: its source exists.
+    points: the sum of its test cells; prerequisites: names of earlier chapters; ready: recorded on a GPU, and built for learners.
     """
 
     number: int

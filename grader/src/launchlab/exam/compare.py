@@ -23,7 +23,7 @@ def difference(got: Any, want: Any, rel: float, abs: float) -> tuple[str | None,
         if len(got) != len(want):
             return f"长度应是 {len(want)}，得到的是 {len(got)}", 1, 1
         parts = [difference(g, w, rel, abs) for g, w in zip(got, want, strict=True)]
-        return next((p[0] for p in parts if p[0]), None), sum(p[1] for p in parts), max(1, len(parts))
+        return next((p[0] for p in parts if p[0]), None), sum(p[1] for p in parts), max(1, sum(p[2] for p in parts))
     want = want.item() if isinstance(want, np.generic) else want
     got = got.item() if isinstance(got, np.generic) else got
     if isinstance(want, (bool, str)) or want is None:
