@@ -206,7 +206,8 @@ def run_plan(plan, x):
 
 
 # %% [markdown]
-# 造好的引擎对不对，先看一眼。构建器的第一次构建还要加载它自己的一大堆内核，特别慢，所以这一格也顺便当预热；后面计时都在它之后。
+# 造好的引擎对不对，先用级别 1 快快地造一个看看。构建器要把自己的一大堆内核加载进来，一个进程一次，要好几秒：
+# 上一格慢就慢在 `trt.Builder(…)`（别的版本也可能拖到第一次构建）。这一格顺便当预热，后面计时都在它之后。
 
 # %% tags=["demo", "gpu"]
 from time import perf_counter
@@ -214,25 +215,29 @@ from time import perf_counter
 CHANNELS = (3, 32, 64)
 trained, images = random_weights(CHANNELS, 1), random_images(3, 2)
 start = perf_counter()
-config = make_config(show=True)
+config = make_config(1, show=True)
 plan = built(conv_network(trained), config)
 first_build = perf_counter() - start
 worst = np.abs(run_plan(plan, images) - expected(trained, images)).max()
-lab.say(f"第一次构建 {first_build:.1f} 秒，plan {len(plan) / 1024:.0f} KiB；与 NumPy（float64）最多差 {worst:.1e}。")
+lab.say(
+    f"第一次构建 {first_build:.1f} 秒，plan {len(plan) / 1024:.0f} KiB；与 NumPy（float64）最多差 {worst:.1e}，"
+    + ("是 FP32 舍入的样子。" if worst < 1e-4 else "比 FP32 的舍入大：这个引擎选了 TF32 一类的策略。")
+)
 
 # %% [markdown]
-# 差得比 FP32 的舍入大吗？不奇怪：TensorRT 默认允许 FP32 的乘法用 TF32 来做，《强类型精度与显式量化》讲过。
+# 差多少，要看构建器选了什么：TensorRT 默认允许 FP32 的乘法用 TF32 来做（尾数只留 10 位，《强类型精度与显式量化》细讲），
+# 选了它，误差就在千分之几；没选，只有百万分之几。两种都算对。
 #
 # ## 构建器在忙什么
 #
 # 一层卷积在 GPU 上有许多种做法：直接卷、变成矩阵乘、分块多大、用不用张量核心、数据怎么排。每一种具体的做法叫一个**策略（tactic）**。
 # 哪个最快？这要看 GPU、形状、类型，没有公式可算。TensorRT 的办法最老实：**在这块 GPU 上一个个跑一遍，掐表，选最快的。**
 #
-# 这些都写在最详细的日志（VERBOSE）里。本课程的日志只留错误，所以下面在一个子进程里另开一个日志，构建两次：
-# 第一次从零开始，第二次带着第一次留下的计时缓存。然后数一数，两次各掐了多少回表。
+# 这些都写在最详细的日志（VERBOSE）里。本课程的日志只留错误，所以下面另开一个子进程，用一个什么都留下的日志，构建两次：
+# 第一次从零开始，第二次带着第一次留下的计时缓存。然后数一数，两次各掐了多少回表。子进程也要自己加载构建器，要等几秒；它先留着，后面还有一个实验用它。
 
 # %%
-WATCHED_BUILD = r"""
+LISTENER = r"""
 import json
 import re
 import time
@@ -247,15 +252,17 @@ class Log(trt.ILogger):
         self.lines = []
 
     def log(self, severity, message):
-        self.lines.append(message)
+        self.lines.append((severity, message))
 
 
 log = Log()
 builder = trt.Builder(log)
+"""
+WATCHED_BUILD = r"""
 weights = [np.random.default_rng(n).standard_normal(shape).astype(np.float32) for n, shape in enumerate([(32, 3, 3, 3), (64, 32, 3, 3)])]
 
 
-def watched(blob):
+def watched(blob, level=3):
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     x = network.add_input("x", trt.DataType.FLOAT, (4, 3, 64, 64))
     for number, w in enumerate(weights, 1):
@@ -266,23 +273,24 @@ def watched(blob):
         x = relu.get_output(0)
     network.mark_output(x)
     config = builder.create_builder_config()
+    config.builder_optimization_level = level
     config.set_timing_cache(config.create_timing_cache(blob), ignore_mismatch=False)
     log.lines.clear()
     start = time.perf_counter()
     plan = builder.build_serialized_network(network, config)
     seconds = time.perf_counter() - start
     timed, node, sample = {}, "?", []
-    for line in log.lines:
+    for _, line in log.lines:
         if found := re.search(r"Timing Runner: (.+?) \(", line):
             node = found[1]
         if line.startswith("Tactic") and (found := re.search(r"Time: ([0-9.]+)", line)):
             timed.setdefault(node, []).append(float(found[1]))
-            sample.append(line[:150])
+            sample.append(line if len(line) <= 150 else f"{line[:95]} … {line[-50:]}")
     told = {"seconds": seconds, "built": plan is not None, "timed": timed, "sample": sample[:4], "lines": len(log.lines)}
     return told, bytes(config.get_timing_cache().serialize())
 
 
-watched(b"")  # the first build of a process also loads the builder's own kernels
+watched(b"", level=1)  # in some versions the first build of a process also loads the builder's own kernels
 cold, blob = watched(b"")
 warm, _ = watched(blob)
 print(json.dumps([cold, warm]))
@@ -291,15 +299,46 @@ print(json.dumps([cold, warm]))
 # %% tags=["demo", "gpu"]
 import subprocess
 import sys
+from threading import Timer
 
 
-def child(program):
-    """Run a program in a Python process of its own. Returns (the lines that it printed, exit code)."""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    return done.stdout.strip().splitlines() or [done.stderr[-300:]], done.returncode
+class Child:
+    """A Python process of its own: it runs programs one after the other, and keeps their names until it ends."""
+
+    LOOP = "import json, sys\nnames = {}\nfor line in sys.stdin:\n    exec(json.loads(line), names)\n    print('(done)', flush=True)"
+
+    def __init__(self):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", self.LOOP],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace",
+        )
+
+    def run(self, program, patience=120):
+        """Returns (the lines that the program printed, 0 or the exit code of the process that it brought down)."""
+        watchdog, lines = Timer(patience, self.process.kill), []
+        watchdog.start()
+        try:
+            self.process.stdin.write(json.dumps(program) + "\n")
+            self.process.stdin.flush()
+            for line in self.process.stdout:
+                if line.strip() == "(done)":
+                    return lines, 0
+                lines.append(line.rstrip("\n"))
+        except OSError:  # it is gone already
+            pass
+        finally:
+            watchdog.cancel()
+        return lines, self.process.wait(10)
+
+    def close(self):
+        """End the process."""
+        self.process.kill()
+        self.process.wait(10)
 
 
-printed, code = child(WATCHED_BUILD)
+listener = Child()
+listener.run(LISTENER)
+printed, code = listener.run(WATCHED_BUILD)
 cold_log, warm_log = json.loads(printed[-1]) if code == 0 else ({}, {})
 for line in cold_log.get("sample", []):
     print(line)
@@ -354,18 +393,20 @@ if counts[0]:
 # | 4 | 总是现场编译 |
 # | 5 | 现场编译，并且和预编译的逐个比较 |
 #
-# 级别越高，构建越慢；引擎一定越快吗？先猜：从 0 到 5，构建时间差几倍，延迟差几倍？下面每一级都从零开始构建一次，不用缓存。
+# 级别越高，构建越慢；引擎一定越快吗？先猜：从 0 到 5，构建时间差几倍，延迟差几倍？
+# 下面每一级都从零开始构建一次，不用缓存。为了少等，网络只留一层大一点的卷积：64 → 128 个通道。
 
 # %% tags=["demo", "gpu"]
-PATIENCE = 25.0  # seconds: stop climbing beyond
+PATIENCE = 6.0  # seconds: stop climbing beyond
+single = random_weights((64, 128), 3)
 levels, began = {}, perf_counter()
 for level in range(6):
     start = perf_counter()
-    plan = built(conv_network(trained), make_config(level, show=True))
+    plan = built(conv_network(single), make_config(level, show=True))
     seconds = perf_counter() - start
     levels[level] = (seconds, lab.end_to_end_us(Runner(plan), repeats=100), len(plan))
-    if perf_counter() - began > PATIENCE:
-        print(f"级别 {level} 以后不再试：这台机器上构建太久。")
+    if level < 5 and perf_counter() - began > PATIENCE:
+        print(f"级别 {level} 以后不再试：这台机器上构建太久。想看全，把 PATIENCE 调大。")
         break
 
 fig, axes = plt.subplots(1, 2, figsize=(9.5, 3.8))
@@ -390,13 +431,13 @@ lab.say(
         ("级别", "构建 s", "延迟 µs", "plan KiB"),
         [(level, f"{s:.2f}", f"{samples.median:.1f}", f"{size / 1024:.0f}") for level, (s, samples, size) in levels.items()],
     )
-    + f"\n\n从级别 0 到 {top}，构建时间是 {levels[top][0] / levels[0][0]:.1f} 倍，延迟是 {levels[0][1].median / levels[top][1].median:.2f} 分之一。"
+    + f"\n\n从级别 0 到 {top}，构建时间变成 **{levels[top][0] / levels[0][0]:.1f} 倍**，延迟变成 {levels[top][1].median / levels[0][1].median:.0%}。"
     f"这一次延迟最低的是级别 **{quickest}**。"
 )
 
 # %% [markdown]
 # **误区一：“级别越高，引擎越快。”** 级别越高，只是**候选越多、掐表越多**。候选多了，最好的不会变差，可掐表有噪声，
-# 收益也可能在低级别就已经到头；而构建时间一分不少。以你自己的那张图为准：曲线从哪一级起变平，就停在哪一级。
+# 相邻的两级谁快谁慢都有可能；收益也可能在低级别就已经到头，而构建时间一分不少。以你自己的那张图为准：曲线从哪一级起变平，就停在哪一级。
 #
 # 开发时用低级别求快，发布时再升上去，是常见的折中。但要记得：**级别变了，引擎就变了**，数值也可能变，测试要用发布的级别。
 #
@@ -411,7 +452,7 @@ lab.say(
 #
 # 不挂缓存时，构建器自己用一个临时的，构建完就扔。
 #
-# 缓存里有没有权重？换一套权重，还能用吗？改了其中一层呢？先猜，再看：下面四种构建轮流做三遍，取中位数。
+# 缓存里有没有权重？换一套权重，还能用吗？改了其中一层呢？先猜，再看：下面四种构建，慢的两种各量一遍，快的两种各量三遍取中位数。要看的是差几倍，不是差百分之几。
 
 # %% tags=["demo", "gpu"]
 def timed_build(blob, weights):
@@ -423,20 +464,18 @@ def timed_build(blob, weights):
     return perf_counter() - start, bytes(config.get_timing_cache().serialize())
 
 
-_, known = timed_build(b"", trained)
+cold_seconds, known = timed_build(b"", trained)
 empty_size = len(bytes(make_config().create_timing_cache(b"").serialize()))
 plans = {
-    "从零开始": (b"", lambda turn: trained),
-    "同一个网络，再来一次": (known, lambda turn: trained),
-    "换一套权重": (known, lambda turn: random_weights(CHANNELS, 100 + turn)),
-    "最后一层改成 80 个通道": (known, lambda turn: random_weights((*CHANNELS[:-1], 80), 200 + turn)),
+    "同一个网络，再来一次": [trained] * 3,
+    "换一套权重": [random_weights(CHANNELS, 100 + turn) for turn in range(3)],
+    "最后一层改成 80 个通道": [random_weights((*CHANNELS[:-1], 80), 200)],
 }
-took, grown = {name: [] for name in plans}, {}
-for turn in range(3):
-    for name, (blob, fresh) in list(plans.items())[:: 1 if turn % 2 == 0 else -1]:
-        seconds, after = timed_build(blob, fresh(turn))
-        took[name].append(seconds)
-        grown[name] = len(after) - (len(blob) or empty_size)
+took, grown = {"从零开始": [cold_seconds]}, {"从零开始": len(known) - empty_size}
+for name, each_time in plans.items():
+    builds = [timed_build(known, weights) for weights in each_time]
+    took[name] = [seconds for seconds, _ in builds]
+    grown[name] = len(builds[-1][1]) - len(known)
 
 typical = {name: float(np.median(each)) for name, each in took.items()}
 cold, again, reweighted, widened = typical.values()
@@ -458,28 +497,11 @@ lab.say(
 # ### 坏的缓存，外来的缓存
 #
 # 缓存是量出来的，换一块 GPU、换一版 TensorRT 就不算数了。文件还可能写到一半断电，或者被别的程序盖掉。
-# 喂给 TensorRT 会怎样？这种实验可能弄垮进程，所以放进子进程，一个一个地试；先试温和的。
+# 喂给 TensorRT 会怎样？这种实验可能弄垮进程，所以放进刚才那个子进程，一个一个地试；先试温和的。
 
 # %%
 BROKEN_CACHES = r"""
-import json
-
-import numpy as np
-import tensorrt as trt
-
-
-class Log(trt.ILogger):
-    def __init__(self):
-        trt.ILogger.__init__(self)
-        self.said = []
-
-    def log(self, severity, message):
-        if severity in (trt.ILogger.Severity.INTERNAL_ERROR, trt.ILogger.Severity.ERROR, trt.ILogger.Severity.WARNING):
-            self.said.append(message)
-
-
-log = Log()
-builder = trt.Builder(log)
+LOUD = (trt.ILogger.Severity.INTERNAL_ERROR, trt.ILogger.Severity.ERROR, trt.ILogger.Severity.WARNING)
 w = np.ones((32, 3, 3, 3), np.float32)
 
 
@@ -489,12 +511,12 @@ def attempt(blob):
     network.mark_output(network.add_convolution_nd(x, 32, (3, 3), trt.Weights(w)).get_output(0))
     config = builder.create_builder_config()
     config.builder_optimization_level = 1
-    log.said.clear()
+    log.lines.clear()
     cache = config.create_timing_cache(blob)
     taken = cache is not None and config.set_timing_cache(cache, ignore_mismatch=False)
     plan = builder.build_serialized_network(network, config)
     after = config.get_timing_cache()
-    return cache is not None, bool(taken), plan is not None, list(log.said[:1]), b"" if after is None else bytes(after.serialize())
+    return cache is not None, bool(taken), plan is not None, [line for severity, line in log.lines if severity in LOUD][:1], b"" if after is None else bytes(after.serialize())
 
 
 *_, good = attempt(b"")
@@ -512,7 +534,8 @@ for name, blob in cases.items():
 """
 
 # %% tags=["demo", "gpu"]
-printed, code = child(BROKEN_CACHES)
+printed, code = listener.run(BROKEN_CACHES)
+listener.close()
 told = [json.loads(line) for line in printed if line.startswith("[")]
 results = {each[0]: each[1:] for each in told}
 word = {True: "是", False: "否"}
@@ -523,17 +546,19 @@ rows = [
     for name, found in results.items()
 ]
 accepted = [name for name, found in results.items() if name != "好的" and found and found[1]]
+silent = [name for name in accepted if not results[name][3]]
 lab.say(
     lab.table(("喂给它的", "造出了缓存", "挂上了", "构建成功", "日志里的第一句"), rows)
     + f"\n\n子进程的退出码：{code}。"
-    + (f"**{'、'.join(accepted)}**：TensorRT 照单全收，一声不吭或者只是一句警告。" if accepted else "这一次，坏的都被 TensorRT 认出来了。")
+    + (f"**{'、'.join(accepted)}**：TensorRT 的两个函数都说成功，" if accepted else "这一次，坏的都被 TensorRT 拒绝了。")
+    + (f"其中{'、'.join(silent)}连日志里也一声不吭。" if silent else "只在日志里说了一句。" if accepted else "")
 )
 
 # %% [markdown]
 # 看两列：“挂上了”和“构建成功”。丢了缓存，构建照样成功，只是慢；真正的危险有两种：
 #
-# - **悄悄变慢**：缓存不能用，日志里至多一句警告。没有人看，每次启动就都从零开始，谁也不知道为什么；
-# - **悄悄用错**：坏掉的字节没有被认出来。TensorRT 检查的是它自己的文件头，不是你的磁盘。
+# - **悄悄变慢**：缓存不能用，返回值却可能是成功，只在日志里留一句话。没有人看，每次启动就都从零开始，谁也不知道为什么；
+# - **悄悄用错**：坏掉的字节没有被认出来。TensorRT 检查的是它自己的文件头和格式，不是每一个字节。
 #
 # 所以两条规矩：**没验过的字节不要交给它；没用上缓存要大声说出来。** 怎么验？在外面再包一层：一行文件头，写明来自哪台机器、内容的摘要（SHA-256）是多少。
 # `ignore_mismatch=True` 则相反，它让 TensorRT 对“别的 GPU 上量的”也不在乎；除非清楚自己在做什么，不要打开。
@@ -578,7 +603,7 @@ for name, stored, machine in (("原样", sealed, here), ("换了 GPU", sealed, t
 # %% [markdown]
 # ## 两次构建，是同一个引擎吗
 #
-# 同样的权重、同样的配置，从零开始构建两次，再带着同一份缓存构建两次。比三样东西：plan 的字节、每层选中的策略、同一批输入的输出。
+# 同样的权重、同样的配置，从零开始构建两次，再带着第二次留下的缓存构建两次。比三样东西：plan 的字节、每层选中的策略、同一批输入的输出。
 # 策略从引擎检查器里读，它马上就会登场。
 
 # %% tags=["demo", "gpu"]
@@ -595,24 +620,26 @@ def tactics(plan):
 
 
 wide = random_weights((3, 48, 64), 5)
-cold_plans = [build_from(b"", wide) for _ in range(2)]
-_, wider_known = timed_build(b"", wide)
+keeping = make_config()
+keeping.set_timing_cache(keeping.create_timing_cache(b""), ignore_mismatch=False)
+cold_plans = [build_from(b"", wide), built(conv_network(wide), keeping)]
+wider_known = bytes(keeping.get_timing_cache().serialize())
 warm_plans = [build_from(wider_known, wide) for _ in range(2)]
 rows = []
-for name, (one, two) in (("从零开始，两次", cold_plans), ("同一份缓存，两次", warm_plans), ("从零开始与带缓存", (cold_plans[0], warm_plans[0]))):
+for name, (one, two) in (("从零开始，两次", cold_plans), ("同一份缓存，两次", warm_plans), ("头一次从零开始，与带缓存", (cold_plans[0], warm_plans[0]))):
     chosen = [tactics(each) for each in (one, two)]
     outputs = [run_plan(each, images) for each in (one, two)]
-    differing = sum(a != b for a, b in zip(*chosen, strict=False)) + abs(len(chosen[0]) - len(chosen[1]))
-    rows.append((name, word[one == two], f"{differing} / {len(chosen[0])}", f"{np.abs(outputs[0] - outputs[1]).max():.1e}"))
+    same = sum(a == b for a, b in zip(*chosen, strict=False)) if len(chosen[0]) == len(chosen[1]) else 0
+    rows.append((name, word[one == two], " 和 ".join(str(len(each)) for each in chosen), word[same == len(chosen[0]) == len(chosen[1])], f"{np.abs(outputs[0] - outputs[1]).max():.1e}"))
 truth = expected(wide, images)
 error = max(np.abs(run_plan(each, images) - truth).max() for each in (*cold_plans, *warm_plans))
-lab.say(lab.table(("比较", "plan 逐字节相同", "策略不同的层", "输出最多差"), rows) + f"\n\n四个引擎和 NumPy（float64）最多差 {error:.1e}。")
+lab.say(lab.table(("比较", "plan 逐字节相同", "引擎层数", "每层的策略都相同", "输出最多差"), rows) + f"\n\n四个引擎和 NumPy（float64）最多差 {error:.1e}。")
 
 # %% [markdown]
 # **误区三：“同一份模型，构建出来的就是同一个引擎。”** 不保证。掐表的噪声会让势均力敌的策略轮流胜出，不同的策略加法的次序不同，
-# 最后几位就不同。这一次你看到的几行也许全都相同，多跑几次、换个忙碌的机器再看。准确的说法是：
+# 最后几位就不同；一个用 FP32、一个用 TF32，差得还要多，连要不要插一次重排也可能不同。这一次你看到的几行也许策略全都相同，多跑几次、换个忙碌的机器再看。准确的说法是：
 #
-# - **不带缓存**：策略可能变，输出的末几位可能变，plan 的字节更可能变；
+# - **不带缓存**：策略可能变，输出可能跟着变（末几位，或者 TF32 那么多），plan 的字节更可能变，哪怕策略全都相同；
 # - **带同一份缓存**：选择大多固定下来，但官方并不承诺逐字节相同；有人报告过，大模型用同一份缓存重建，输出仍差了末几位；
 # - 所以比较两个引擎，**用容差，不用字节**；要让线上的每台机器结果一致，就只构建一次，把 plan 分发出去，用摘要核对。
 #
@@ -641,13 +668,13 @@ lab.say(lab.table(("严格模式", "结果"), [(name, found.replace("|", "／").
 # ## 工作区，和那句最吓人的报错
 #
 # 有些策略要一块临时的显存来放中间结果，叫工作区（workspace）。`config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, 字节数)` 给它设上限：
-# 要得比上限多的策略，构建时直接跳过。默认的上限是多少？设成 0 会怎样？
+# 要得比上限多的策略，构建时直接跳过。默认的上限是多少？设成 0 会怎样？（为了少等，这里用级别 1。）
 
 # %% tags=["demo", "gpu"]
 default_limit = make_config().get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE)
 rows = []
 for name, limit in (("默认", None), ("0", 0)):
-    config = make_config()
+    config = make_config(1)
     if limit is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, limit)
     try:
@@ -664,6 +691,7 @@ lab.say(
 
 # %% [markdown]
 # **误区四：“工作区设多大，就占多大。”** 上限只决定构建时**哪些策略有资格参加**，引擎真正要多少由选中的策略决定，问 `engine.device_memory_size_v2`。
+# 这个数里还有层与层之间的中间结果（这里一份就是 4×32×64×64 个 FP32，2048 KiB），那一份不归工作区的上限管，所以上限是 0，它也不是 0。
 # 设得小，也许丢掉最快的策略；设得比空闲显存还大，构建时就会真的去要，要不到再跳过。
 #
 # 一层的策略**全被跳过**，就没有可选的了，于是有了那句 `Could not find any implementation for node …`。它只说结果，不说原因。原因至少有三种，治法完全不同：
@@ -707,26 +735,27 @@ lab.say(
 # 三种变化，在报告里各有痕迹：
 #
 # - **融合（fusion）**：几个网络层变成一个内核，名字用 ` + ` 连起来，例如 `conv1 + relu1`；
-# - **重排（reformat）**：相邻两层喜欢的数据排列不同，中间要插一次搬运，`LayerType` 是 `Reformat`。名字里会提到它为谁服务，但它**不是**那一层，纯粹是代价；
+# - **重排（reformat）**：相邻两层喜欢的数据排列不同，中间要插一次搬运，`LayerType` 是 `Reformat`。名字里会提到它为谁服务，但它**不是**那一层，纯粹是代价。
+#   有一种例外：上面的 `cast_in` 种类也是 `Reformat`，却就是网络里的类型转换，借重排的内核来做（`Origin` 写着 `CAST`）。数搬运的字节时照样算它；
 # - **消失**：有的层被吸收、消去，或者收进了整块编译的子图，报告里找不到它的名字。
 #
-# `Format/Datatype` 一栏写着类型和排列，例如 `Channel major FP16 format where channel % 8 == 0`：FP16，通道在最后一维，而且通道数**补齐到 8 的倍数**。
-# 3 个通道也占 8 个通道的地方，数字节的时候别忘了。动态形状的引擎，这一栏是 `N/A due to dynamic shapes`：形状不定，排列也不定；
+# `Format/Datatype` 一栏写着类型，有的版本还写排列，例如 `Channel major FP16 format where channel % 8 == 0`：FP16，通道在最后一维，而且通道数**补齐到 8 的倍数**。
+# 3 个通道也占 8 个通道的地方，数字节的时候别忘了。只写 `Half`、`Float` 的（就像上面那份），看不出排列，就按不补齐算。动态形状的引擎，这一栏是 `N/A due to dynamic shapes`：形状不定，排列也不定；
 # 要把设好形状的执行上下文交给检查器（`inspector.execution_context = context`）再问。
 #
-# 刚才在你的 GPU 上构建的引擎呢？
+# 刚才在你的 GPU 上构建的引擎呢？下面先用默认的详细程度构建一个（级别 1，快），再看前面用 `DETAILED` 构建的那个。
 
 # %% tags=["demo", "gpu"]
-quiet = make_config()
+quiet = make_config(1)
 quiet.profiling_verbosity = trt.ProfilingVerbosity.LAYER_NAMES_ONLY
 names_only = json.loads(report_of(built(conv_network(trained), quiet)))["Layers"]
 detailed = json.loads(report_of(cold_plans[0]))["Layers"]
 print("LAYER_NAMES_ONLY：", names_only)
 for layer in detailed:
-    print("DETAILED：", layer["LayerType"], "|", layer["Name"], "|", str(layer.get("TacticName", layer.get("TacticValue")))[:70])
+    print("DETAILED：", layer["LayerType"], "|", layer["Name"], "|", str(layer.get("TacticName", layer.get("TacticValue")))[:120])
 
 # %% [markdown]
-# `TacticName` 就是那场测速的冠军。看到 `tf32`、`f16`、`tilesize128x128` 这样的词，就知道它用什么精度、多大的分块。
+# `TacticName` 就是那场测速的冠军。看到 `f32f32`、`tf32f32`、`f16f16` 和 `tilesize128x128` 这样的词，就知道它用什么精度、多大的分块。
 
 # %% [markdown]
 # ## 练习
@@ -738,7 +767,7 @@ for layer in detailed:
 # - 缓存：`seal`、`unseal`，练习三给出的 `locked`；
 # - 检查报告：`REPORT`、`NETWORK_LAYERS`，练习一给出的 `BYTES`、`TYPES`、`SMALL_REPORT`；练习二给出的 `LOG_LINES`、`PARSER_LINE`。
 #
-# `timed_build`、`report_of`、`child` 等名字来自演示单元（只做实验，评分时不运行），解答里不能用，但可以照着写：
+# `timed_build`、`report_of`、`Child` 等名字来自演示单元（只做实验，评分时不运行），解答里不能用，但可以照着写：
 # 评分会在干净的环境里运行给定的单元和你的解答，跳过演示单元。
 #
 # ### 练习一：读一份检查报告（3 分）
@@ -746,7 +775,7 @@ for layer in detailed:
 # 写 `read_report(text, network_layers)`：`text` 是检查器给出的 JSON 文本，`network_layers` 是网络里各层的名字。返回一个字典，有三项：
 #
 # - `"where"`：字典，每个网络层的名字 → 承担它的引擎层的 `Name`；报告里找不到就是 `None`。
-#   引擎层的名字按 ` + ` 拆开，有一段和网络层的名字**完全相同**，就是它承担的；重排层（`LayerType` 是 `Reformat`）不承担任何网络层；
+#   引擎层的名字按 ` + ` 拆开，有一段和网络层的名字**完全相同**，就是它承担的；`LayerType` 是 `Reformat` 的一律当作重排层，不承担任何网络层（本题里 `cast_in` 那样的也不例外）；
 # - `"precisions"`：字典，类型 → 引擎层的个数（`int`），按每个引擎层**第一个输出**的类型数。没有输出的层不算；`TYPES` 把报告里的词（大写以后）对到类型，例如 `Int8` → `INT8`，`Half` → `FP16`；
 # - `"reformat_bytes"`：所有重排层每次推理要读和写的字节总数（`int`）：每个输入、每个输出各是“元素个数 × 每个元素的字节数”。
 #   `Format/Datatype` 里写着 `channel % k == 0` 的，先把第二维（通道）向上补到 `k` 的倍数。
@@ -1340,8 +1369,8 @@ class Room:
         self.cached_build, self.machine, self.builder = cached_build, machine, builder
         self.conv_network, self.make_config = conv_network, make_config
         self.folder = Path(tempfile.mkdtemp())
-    def build(self, weights):
-        config = self.make_config()
+    def build(self, weights, level=3):
+        config = self.make_config(level)
         plan, notes = self.cached_build(self.folder, dict(self.machine), self.builder, self.conv_network(weights), config)
         return {"plan": plan, "notes": list(notes), "level": config.builder_optimization_level}
     def content(self):
@@ -1390,21 +1419,23 @@ def timing_nothing(build_from, blob, weights):
 '''
 covers = partial(reference.define(TIMING_NOTHING, "timing_nothing"), reference.value("build_from"))
 fresh = [reference.random_weights(each, int(secret.integers(2**31))) for each in (widths, wider)]
-own_room = reference.define(ROOM, "Room")(*(reference.value(name) for name in names))
-for each in (weights, more):
-    own_room.build(each)
-own = reference.unseal(own_room.content(), machine)
-if all(covers(own, each) for each in fresh) and not covers(b"", fresh[0]):  # this version keeps its word
-    check.that(covers(blob, fresh[0]), why="缓存文件里缺了第一次构建量过的东西：存第二次的时候把它丢了。")
-    check.that(covers(blob, fresh[1]), why="缓存文件里缺了第二次构建量过的东西。")
+missing = [number for number, each in enumerate(fresh) if not covers(blob, each)]
+if missing:  # does this version refuse even what a right cache holds?
+    own_room = reference.define(ROOM, "Room")(*(reference.value(name) for name in names))
+    for each in (weights, more):
+        own_room.build(each)
+    own = reference.unseal(own_room.content(), machine)
+    missing = [number for number in missing if covers(own, fresh[number])]
+check.that(0 not in missing, why="缓存文件里缺了第一次构建量过的东西：存第二次的时候把它丢了。")
+check.that(1 not in missing, why="缓存文件里缺了第二次构建量过的东西。")
 
 good = room.content()
 for name, data in (("改了一个字节", good[:-9] + bytes([good[-9] ^ 1]) + good[-8:]), ("别的 GPU", reference.seal(blob, machine | {"gpu": "another"})), ("不是计时缓存", reference.seal(b"no timing cache", machine))):
     room.plant(data)
-    found = room.build(weights)
+    found = room.build(weights, 1)
     agrees(found["plan"], weights)
     check.that(len(found["notes"]) > 0 or name == "不是计时缓存", why=f"缓存文件有毛病（{name}）、没有用上，notes 里却没有说。")
-    check.equal(found["level"], 3, why="config 里的优化级别被改了：这个函数只管缓存，别的不要动。")
+    check.equal(found["level"], 1, why="config 里的优化级别被改了：这个函数只管缓存，别的不要动。")
     check.that(len(reference.unseal(room.content(), machine)) > 0, why="缓存文件有毛病，构建以后应当换成一份完好的。")
 ### END HIDDEN TESTS
 
@@ -1420,9 +1451,9 @@ for name, data in (("改了一个字节", good[:-9] + bytes([good[-9] ^ 1]) + go
 # - 一份字节要管住整个 `family`；
 # - 返回的是 `config.get_timing_cache().serialize()` 那样的字节，不用 `seal`。
 #
-# 评分时，考官另外画几个网络和权重，在参考进程里计时：从空缓存构建、带你的缓存构建、带参考答案的缓存构建，轮流几遍，每次都换权重。
-# 从空缓存构建的时间是带你的缓存的 **3 倍**以上就过关（看六轮里第二差的一轮）；如果在这台机器上参考答案自己也到不了 6 倍，门槛降到它的一半（不低于 1.2 倍）。
-# 掐的是考官自己的表，从提出要求到拿到 plan。
+# 评分时，考官另外画两个网络，在参考进程里计时：从空缓存构建一次，带你的缓存构建一次，每次都换权重。
+# 每个网络，从空缓存构建的时间都是带你的缓存的 **3 倍**以上就过关；没到就再量，最多三遍，取最好的一遍。还没到，就用参考答案的缓存照样量：
+# 如果它自己也到不了 6 倍，门槛降到它的一半（不低于 1.2 倍）。掐的是考官自己的表，从提出要求到拿到 plan。
 
 # %% [markdown]
 # <details><summary>提示一：想一想</summary>
@@ -1455,16 +1486,28 @@ def prewarm(family):
 
 
 # %% test="prewarm_result" kind="structure" points=1 tags=["gpu"]
-warm = student.prewarm([(3, 16), (16, 24)])
+family = [(3, int(secret.integers(3, 8)) * 4), (int(secret.integers(3, 8)) * 4, 24)]
+warm = student.prewarm(family)
 check.that(isinstance(warm, bytes) and len(warm) > 0, why="应当返回 bytes：bytes(缓存.serialize())。")
-weights = reference.random_weights((16, 24), int(secret.integers(2**31)))
-x = reference.random_images(16, int(secret.integers(2**31)))
+weights = reference.random_weights(family[1], int(secret.integers(2**31)))
+x = reference.random_images(family[1][0], int(secret.integers(2**31)))
 check.equal(student.run_plan(student.build_from(warm, weights), on_gpu(x)), reference.expected(weights, x).astype(np.float32), rel=0.02, abs=0.05, why="带着这份缓存构建出来的引擎，结果不对。")
 ### BEGIN HIDDEN TESTS
-one = [(3, int(secret.integers(5, 9)) * 4)]
-two = [*one, (int(secret.integers(5, 9)) * 4, 40), one[0]]
-sizes = [len(student.prewarm(family)) for family in (one, two)]
-check.that(sizes[0] < sizes[1], why="family 里的网络多了，缓存却没有变大：是不是每个网络换了一份新缓存，只返回了最后一份？")
+TIMING_NOTHING = '''
+def timing_nothing(build_from, blob, weights):
+    """Whether a build goes through that may time nothing."""
+    try:
+        return len(build_from(blob, weights, strict=True)) > 0
+    except (RuntimeError, ValueError):
+        return False
+'''
+covers = partial(reference.define(TIMING_NOTHING, "timing_nothing"), reference.value("build_from"))
+fresh = [reference.random_weights(each, int(secret.integers(2**31))) for each in family]
+missing = [each for each in fresh if not covers(warm, each)]
+if missing:  # does this version refuse even what a right cache holds?
+    own = reference.prewarm(family)
+    missing = [each for each in missing if covers(own, each)]
+check.that(not missing, why="family 里有两个网络，你的缓存没有都养到：是不是每个网络换了一份新缓存，只返回了其中一份？用的是默认级别吗？")
 ### END HIDDEN TESTS
 
 # %% test="prewarm_speed" kind="speedup" points=2 tags=["gpu"]
@@ -1478,37 +1521,39 @@ def build_seconds(blob, weights):
     return time.perf_counter() - start, plan
 
 
-def gains_of(theirs, own, family, rounds, seconds):
-    """By how much a build from either cache is faster than one from an empty cache, in up to `rounds` rounds."""
-    gains, own_gains, until = [], [], time.perf_counter() + seconds
-    while len(gains) < rounds and (len(gains) < 2 or time.perf_counter() < until):
-        weights = reference.random_weights(family[len(gains) % len(family)], int(secret.integers(2**31)))
-        blobs, spent = {"cold": b"", "theirs": theirs, "own": own}, {}
-        for name in list(blobs)[:: 1 if len(gains) % 4 < 2 else -1]:
-            spent[name], plan = build_seconds(blobs[name], weights)
-            if name == "theirs" and len(gains) < len(family):
-                x = reference.random_images(3, int(secret.integers(2**31)))
-                right = reference.expected(weights, x).astype(np.float32)
-                check.equal(reference.run_plan(plan, x), right, rel=0.02, abs=0.05, why="带着你的缓存构建出来的引擎，结果不对。")
-        gains.append(spent["cold"] / spent["theirs"])
-        own_gains.append(spent["cold"] / spent["own"])
-    return gains, own_gains
+def gain_of(blob, channels, enough, judged=True):
+    """By how much a build from the cache is faster than one from an empty cache: the best of up to three pairs."""
+    best = 0.0
+    for turn in range(3):
+        weights = reference.random_weights(channels, int(secret.integers(2**31)))
+        spent, plan = {}, None
+        for name in ("cold", "warm") if turn % 2 == 0 else ("warm", "cold"):
+            spent[name], made = build_seconds(blob if name == "warm" else b"", weights)
+            plan = made if name == "warm" else plan
+        if judged and turn == 0:
+            x = reference.random_images(channels[0], int(secret.integers(2**31)))
+            right = reference.expected(weights, x).astype(np.float32)
+            check.equal(reference.run_plan(plan, x), right, rel=0.02, abs=0.05, why="带着你的缓存构建出来的引擎，结果不对。")
+        best = max(best, spent["cold"] / spent["warm"])
+        if best >= enough:
+            break
+    return best
 
 
-family = [(3, 40, 56)]
-theirs, own = student.prewarm(family), reference.prewarm(family)
+family = [(3, int(secret.integers(3, 9)) * 8), (int(secret.integers(3, 9)) * 8, int(secret.integers(3, 9)) * 8)]
+theirs = student.prewarm([*family, family[0]])
 check.that(isinstance(theirs, bytes) and len(theirs) > 0, why="应当返回 bytes：bytes(缓存.serialize())。")
-gains, own_gains = gains_of(theirs, own, family, 2, 4)
-check.that(max(gains) >= 1.2, why=f"带着你的缓存，构建没有变快（{max(gains):.2f} 倍，参考答案 {max(own_gains):.2f} 倍）。缓存是用默认级别养的吗？返回的是构建以后的缓存吗？")
+gains = [gain_of(theirs, channels, 3.0) for channels in family]
+check.that(max(gains) >= 1.2, why=f"带着你的缓存，构建没有变快（最好的一个网络 {max(gains):.2f} 倍）。缓存是用默认级别养的吗？返回的是构建以后的缓存吗？")
 ### BEGIN HIDDEN TESTS
-family = [(3, *(int(each) * 8 for each in secret.integers(3, 9, 2))) for _ in range(2)]
-theirs, own = student.prewarm([*family, family[0]]), reference.prewarm(family)
-gains, own_gains = gains_of(theirs, own, family, 6, 10)
-bar = max(1.2, min(3.0, float(np.median(own_gains)) / 2))
-low = sorted(gains)[(len(gains) - 1) // 4]
+bar, also = 3.0, ""
+if min(gains) < bar:  # perhaps nobody is much faster on this machine
+    own = reference.prewarm(family)
+    own_gain = min(gain_of(own, channels, 6.0, judged=False) for channels in family)
+    bar, also = max(1.2, min(bar, own_gain / 2)), f"，参考答案 {own_gain:.2f} 倍"
 check.that(
-    low >= bar,
-    why=f"还不够快：{len(gains)} 轮里靠后的一轮快 {low:.2f} 倍，门槛 {bar:.2f} 倍，参考答案 {float(np.median(own_gains)):.2f} 倍。"
+    min(gains) >= bar,
+    why=f"还不够快：family 里最差的一个网络快 {min(gains):.2f} 倍，门槛 {bar:.2f} 倍{also}。"
     "缓存是用默认级别养的吗？family 里的每个网络都养到了吗？",
 )
 ### END HIDDEN TESTS
@@ -1516,10 +1561,11 @@ check.that(
 # %% [markdown] tags=["instructor"]
 # 给教师：练习三的第一半不碰 GPU，用替身制造四类故障：坏文件（空、截断、改字节、没有文件头）、外来文件（别的 GPU、别的版本、TensorRT 不认）、
 # 并发（构建中途有别的构建保存、六个线程同时保存）、写入（就地改写、留下临时文件、存不了）。第二半用真引擎，只信缓存文件的字节：
-# 在参考进程里用严格模式验证它确实覆盖了两次构建；如果这个版本的严格模式自己就不灵（空缓存也放行），就跳过那两项。
+# 在参考进程里用严格模式验证它确实覆盖了两次构建；不覆盖的话，再看参考答案自己的缓存通不通得过，通不过就不算学生的错。坏文件那几次构建用级别 1，省时间。
 # “不是计时缓存”的字节在不同版本里可能被当作空缓存收下，所以不强求说明。
-# 练习四的计时全部在参考进程里做，学生交出的只有字节；每一轮换新权重，存下来的 plan 没有用。构建比图启动慢几个数量级，
-# 所以没有用 `check.speedup`，而是考官自己掐表，取六轮里第二差的一轮，与参考答案的一半比较。
+# 练习四的计时全部在参考进程里做，学生交出的只有字节；每一遍换新权重，存下来的 plan 没有用。构建比图启动慢几个数量级，
+# 所以没有用 `check.speedup`，而是考官自己掐表：两个网络各自取至多三遍里最好的，看较差的那个网络；只有不到 3 倍时才去量参考答案。
+# H200 上快几十倍，没有养到的网络是 1 倍上下，门槛离两边都远。
 
 # %% [markdown]
 # ## 小结
@@ -1530,7 +1576,7 @@ check.that(
 # | 级别越高，引擎越快 | 级别越高，候选越多、构建越慢；延迟从哪一级起变平，看自己的图 |
 # | 换了权重就要从零构建 | 计时与权重的值无关，换权重照样命中；但融合、编排、打包还要重做 |
 # | 计时缓存就是引擎缓存 | 里面没有引擎；要省掉整个构建，存 plan |
-# | 缓存坏了会报错 | 常常只是一句警告，或者一声不吭；自己包一层文件头和摘要 |
+# | 缓存坏了会报错 | 返回值可能照样是成功，只在日志里留一句，甚至一声不吭；自己包一层文件头和摘要 |
 # | 工作区设多大就占多大 | 上限只决定哪些策略有资格；实际占用问引擎 |
 # | `Could not find any implementation` 就是不支持 | 先看这一层之前有没有因内存的跳过，再看最省的要多少 |
 # | 检查器随时能看 | 细节在构建时就定了：`DETAILED`；动态形状要先设形状 |
