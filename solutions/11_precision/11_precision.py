@@ -141,7 +141,8 @@ print(f"FP32 累加器：4096 个 FP16 的 0.1 加成了 {np.full(4096, 0.1, np.
 #
 # `trt.Weights` 不复制数据，只记地址，所以 `Draft` 要把数组留到构建完成。`lab.trt_logger()`、`lab.build_progress()` 和
 # `lab.timing_cache(config)` 是课程给的日志、进度和计时缓存（timing cache），前一章和后一章分别讲它们。
-# 构建器里唯一和精度有关的开关是 `trt.BuilderFlag.TF32`，默认开着；我们每次都明说要不要。
+# 强类型网络里还管用的精度开关只剩 `trt.BuilderFlag.TF32`，默认开着；我们每次都明说要不要。
+# 构建的优化级别（`level`）默认取 1：少试几种策略，构建快；这一章关心的是类型，不是最后几个百分点的速度。
 
 # %% tags=["gpu"]
 import json
@@ -194,8 +195,11 @@ class Draft:
         tensor.name = name
         self.network.mark_output(tensor)
 
-    def plan(self, tf32=False, level=3):
-        """Build; returns the plan (bytes). tf32: whether FLOAT products may use TF32. Raises RuntimeError with TensorRT's own words."""
+    def plan(self, tf32=False, level=1):
+        """Build; returns the plan (bytes). Raises RuntimeError with TensorRT's own words.
+
+        tf32: whether FLOAT products may use TF32. level: the builder's optimisation level, 0–5; 1 tries few tactics, so it is quick.
+        """
         config = builder.create_builder_config()
         (config.set_flag if tf32 else config.clear_flag)(trt.BuilderFlag.TF32)
         config.builder_optimization_level = level
@@ -218,6 +222,8 @@ class Runner:
         if self.engine is None:
             raise RuntimeError("这份计划读不出来：" + "；".join(lab.trt_errors() or ["TensorRT 没有说明原因"]))
         self.context = self.engine.create_execution_context()
+        if self.context is None:
+            raise RuntimeError("没有得到执行上下文：" + "；".join(lab.trt_errors() or ["TensorRT 没有说明原因"]))
         self.bound = ()
 
     def bind(self, x, y):
@@ -264,16 +270,16 @@ class Runner:
 # %% tags=["demo", "gpu"]
 mixed = Draft()
 x = mixed.network.add_input("x", HALF, (4, 8))
-mixed.output(mixed.matmul(x, mixed.constant(np.ones((8, 8), np.float32))))
 try:
+    mixed.output(mixed.matmul(x, mixed.constant(np.ones((8, 8), np.float32))))
     mixed.plan()
-    print("居然构建成功了")
-except RuntimeError as error:
-    print("构建被拒绝。异常里带着原话：", str(error)[:300])
+    print("构建成功了：这一版 TensorRT 放行了混着的类型")
+except (RuntimeError, AttributeError) as error:  # AttributeError: where add_matrix_multiply itself gives None
+    print("被拒绝了。原话：", "；".join([str(error), *lab.trt_errors()])[:400])
 
 # %% [markdown]
-# 没有“自动提升”，没有“就近取整”。这是好事：类型不对，在构建时就停下，而不是带着一个你没料到的精度去上线。
-# 注意到了吗，`build_serialized_network` 自己不抛异常，只返回 `None`；原因在日志里，`Draft.plan` 把两者接在了一起。
+# 强类型的规则里没有“自动提升”，没有“就近取整”。这是好事：类型不对，在构建时就停下，而不是带着一个你没料到的精度去上线。
+# 提醒一句：`build_serialized_network` 自己不抛异常，只返回 `None`；原因在日志里，`Draft.plan` 把两者接在了一起。
 #
 # 顺带记下另一句常见的原话：`could not find any implementation for node …`。它往往不是“不支持这个算子”，而是三种原因之一：
 # 这块 GPU 没有这种类型的内核（比如 7.5 上的 BF16）；工作区（workspace）的上限太小；或者上限比剩下的显存还大。先读完整的日志再下结论。
@@ -329,6 +335,8 @@ for name, (dtype, tf32) in FORMATS.items():
 rows = [(name, *(f"{v:.9g}" for v in got)) for name, got in prints.items()]
 lab.say(lab.table(("网络", "1 + 2⁻¹⁰", "1 + 2⁻¹²", "2⁻³⁰", "70000"), rows))
 tf32_used = prints["TF32"][1] != values[1]
+differ = [name for name, got in prints.items() if name != "TF32" and not np.array_equal(got, rounded(values, name))]
+lab.say("除了 TF32，引擎给出的指纹" + ("和 NumPy 的模拟一个不差。" if not differ else f"和 NumPy 的模拟有出入（{'、'.join(differ)}），以引擎为准。"))
 lab.say("打开 TF32 的那个引擎" + ("真的丢了尾数：它用了 TF32。" if tf32_used else "并没有丢尾数：**允许不等于一定用**，构建器按速度挑，这一次挑了 FP32 的策略（也可能这块 GPU 没有 TF32）。"))
 
 # %% [markdown]
@@ -361,14 +369,14 @@ rng = np.random.default_rng(11)
 two = [rng.normal(0, 0.1, (256, 256)).astype(np.float32) for _ in range(2)]
 plans = {name: relu_chain(64, two, dtype).plan(tf32=tf32) for name, (dtype, tf32) in FORMATS.items() if name in ("FP32", "FP16")}
 for name, plan in plans.items():
-    lab.say(f"**{name}**：计划 {len(plan) / 1024:.0f} KiB\n\n" + lab.table(("层", "种类", "读", "写"), [(layer[:60], kind, "，".join(reads), "，".join(writes)) for layer, kind, reads, writes in tensor_types(plan)]))
+    lab.say(f"**{name}**：权重 {sum(w.nbytes for w in two) // (2 if name == 'FP16' else 1) / 1024:.0f} KiB，计划 {len(plan) / 1024:.0f} KiB\n\n" + lab.table(("层", "种类", "读", "写"), [(f"`{layer[:60]}`", kind, "，".join(reads), "，".join(writes)) for layer, kind, reads, writes in tensor_types(plan)]))
 
 # %% [markdown]
 # 读这张表要留意三件事：
 #
 # 1. 层名和网络里的不一样：相邻的层会被融合（fusion），`ReLU` 往往并进了矩阵乘，`cast` 也可能消失在邻居里；
 # 2. 类型的写法随版本变（`Half`、`FP16`、`Row major linear FP16 format`……），程序里要认词，别比整句；
-# 3. 权重若是 FP16，计划会小一截。这也是一件物证。
+# 3. 权重存成 FP16，权重那一部分就只有一半大。计划里还装着内核，所以小网络的计划未必小一半，大网络看得最清楚。
 
 # %% [markdown]
 # ## 误差预算：容差从哪里来
@@ -404,24 +412,26 @@ def product(rows, w, dtype):
     draft = Draft()
     x = draft.cast(draft.network.add_input("x", FLOAT, (rows, w.shape[0])), dtype)
     draft.output(draft.cast(draft.matmul(x, typed_weights(draft, w, dtype)), FLOAT))
-    return Runner(draft.plan(level=1))
+    return Runner(draft.plan())
 
 
 rows = []
 for k in (256, 4096):
-    for kind in ("正负都有", "全是正数"):
-        x, w = (rng.uniform(-1 if kind == "正负都有" else 0.5, 1, shape).astype(np.float32) for shape in ((64, k), (k, 64)))
-        for name in ("FP16", "BF16"):
-            if name in FORMATS:
-                y = product(64, w, FORMATS[name][0])(x)
-                exact = np.float64(x) @ np.float64(w)
-                rows.append((k, kind, name, f"{np.max(np.abs(y - exact)):.2g}", f"{np.max(np.abs(y - exact) / np.abs(exact)):.2g}", f"{budget_used(y, x, w, UNIT[name]):.2f}"))
+    w = rng.uniform(0.5, 1, (k, 64)).astype(np.float32)
+    for name in ("FP16", "BF16"):
+        if name not in FORMATS:
+            continue
+        runner = product(64, w, FORMATS[name][0])
+        for kind, least in (("正负都有", -1), ("全是正数", 0.5)):
+            x = rng.uniform(least, 1, (64, k)).astype(np.float32)
+            y, exact = runner(x), np.float64(x) @ np.float64(w)
+            rows.append((k, kind, name, f"{np.max(np.abs(y - exact)):.2g}", f"{np.max(np.abs(y - exact) / np.abs(exact)):.2g}", f"{budget_used(y, x, w, UNIT[name]):.2f}"))
 lab.say(lab.table(("K", "数据", "类型", "最大绝对误差", "最大相对误差", "用掉的预算"), rows))
 worst = max(float(row[-1]) for row in rows)
-lab.say(f"用掉的预算最多 {worst:.2f}。" + ("都在 1 以内：这些引擎的累加比 16 位宽。" if worst <= 1 else "有超过 1 的：说明有的引擎用 16 位累加，预算里的 $K \\cdot 2^{-24}$ 对它不成立。"))
+lab.say(f"用掉的预算最多 {worst:.2f}。" + ("都在 1 以内：这些引擎的累加比 16 位宽。" if worst <= 1 else "有超过 1 的：多半是有的引擎用 16 位累加，预算里的 $K \\cdot 2^{-24}$ 对它不成立。"))
 
 # %% [markdown]
-# 看“正负都有”的那几行：相对误差大得吓人，预算却只用掉一点。因为结果接近 0 的那些元素，误差是从大得多的中间量里来的。
+# 比一比“正负都有”和“全是正数”的相对误差：前者大得多，用掉的预算却没有跟着变大。因为结果接近 0 的那些元素，误差是从大得多的中间量里来的。
 # 反过来，把容差放宽到“相对误差 5%”，又会放过真正的错误。
 #
 # ### 误区：`max(abs(差)) > 容差` 能挡住坏引擎
@@ -453,7 +463,7 @@ def squares(dtype):
     x = draft.network.add_input("x", FLOAT, (4, 64))
     x = x if dtype == FLOAT else draft.cast(x, dtype)
     draft.output(draft.elementwise(x, x, OP.PROD))  # an output is stored in its own type: no fusion can hide the overflow
-    return Runner(draft.plan(level=1))
+    return Runner(draft.plan())
 
 
 row = np.repeat(np.float32([[100], [250], [300], [1000]]), 64, axis=1)
@@ -528,6 +538,7 @@ else:
     draft = relu_chain(16, [np.eye(64, dtype=np.float32)], FLOAT)
     config = builder.create_builder_config()
     config.set_flag(old_flag)
+    lab.trt_errors()
     plan = builder.build_serialized_network(draft.network, config)
     if plan is None:
         print("强类型网络 + FP16 开关：构建被拒绝。", "；".join(lab.trt_errors())[:300])
@@ -545,7 +556,7 @@ else:
 # 只要 $|x| \le 127s$，就有 $|\hat x - x| \le s/2$。**刻度就是全部的学问**：大了，格子粗；小了，两头被截断（clip），叫饱和（saturation）。
 #
 # 显式量化（explicit quantisation）的意思是，网络里明明白白写着 `add_quantize`（Q）和 `add_dequantize`（DQ）两层，
-# TensorRT 看到 DQ → 矩阵乘，就把它们合成一个 INT8 的矩阵乘。Q/DQ 放在哪里、刻度是多少，都由你定。
+# TensorRT 看到两个 DQ → 矩阵乘，一般就把它们合成一个 INT8 的矩阵乘。Q/DQ 放在哪里、刻度是多少，都由你定。
 #
 # 激活（activation，即层间的数据）整个张量共用一个刻度（per-tensor）；权重可以每个输出通道一个（per-channel）。差别有多大？
 # 拿一个有“离群通道”（outlier channel）的权重试试：64 列里，有一列比别的大 100 倍。这一格不需要 GPU。
@@ -599,7 +610,7 @@ lab.say(f"激活里有一个 100 倍的离群通道：直接量化，误差 {int
 # - 刻度是常量张量：激活的是 0 维（`np.float32(s)`，形状 `()`），权重的是一维，长度等于通道数；
 # - 权重的两层要说沿哪一维分通道：`layer.axis = 1`（这里 $w$ 是 $K \times N$，通道是列）；
 # - `add_quantize(tensor, scale, INT8)` 和 `add_dequantize(tensor, scale, FLOAT)` 都写明输出类型：TensorRT 11 只有三个参数的写法；
-# - 刻度必须是正数。一列权重全是 0，`最大值 / 127` 就是 0，要另给一个，比如 1。
+# - 刻度必须是构建时就知道的正数。一列权重全是 0，`最大值 / 127` 就是 0，要另给一个，比如 1。
 
 # %% tags=["demo", "gpu"]
 def qdq(draft, tensor, scale, axis=None):
@@ -617,9 +628,9 @@ def qdq(draft, tensor, scale, axis=None):
 w = rng.normal(size=(256, 64)).astype(np.float32)
 w[:, 17] *= 100
 x = rng.normal(size=(128, 256)).astype(np.float32)
-exact = np.float64(x) @ w
+exact = np.float64(x) @ np.float64(w)
 x_scale = np.abs(x).max() / 127
-rows = []
+rows, shares = [], []
 for label, w_scale, axis in (("整个张量一个刻度", np.abs(w).max() / 127, None), ("每列一个刻度", np.abs(w).max(axis=0) / 127, 1)):
     draft = Draft()
     a = qdq(draft, draft.network.add_input("x", FLOAT, x.shape), x_scale)
@@ -628,47 +639,48 @@ for label, w_scale, axis in (("整个张量一个刻度", np.abs(w).max() / 127,
     y = Runner(plan)(x)
     ordinary = np.arange(64) != 17
     simulated = quantised(x, x_scale) @ quantised(w, w_scale)
-    rows.append((label, f"{np.abs(y - exact)[:, ordinary].max():.3g}", f"{np.abs(y - simulated)[:, ordinary].max():.2g}", "有" if "int8" in str(tensor_types(plan)).lower() else "没看到"))
+    error, gap = (np.abs(y - other)[:, ordinary].max() for other in (exact, simulated))
+    shares.append(gap / error)
+    rows.append((label, f"{error:.3g}", f"{gap:.2g}", "有" if "int8" in str(tensor_types(plan)).lower() else "没看到"))
 lab.say(lab.table(("权重的刻度", "普通通道的最大误差", "和 NumPy 模拟之差", "检视器里有 INT8 吗"), rows))
+lab.say("引擎和模拟之差" + (f"至多是量化误差的 {max(shares):.2%}：量化的误差是**算得出来的**，不是碰运气。" if max(shares) < 0.5 else f"达到量化误差的 {max(shares):.0%}，比预想的大：这个引擎还在别处舍入了。"))
 
 # %% [markdown]
-# “和 NumPy 模拟之差”小得多：量化的误差是**算得出来的**，不是碰运气。（偶尔有个数正好落在两格中间，除法的最后一位决定它去哪一格，
-# 那时会差出一格。）练习二就用这一点来判分，数据离两格中间都够远。
+# 引擎和模拟为什么还会差一点？除法的最后几位不同，一个正好落在两格中间的数，就可能去了另一格，差出一格来；其余只是 FP32 的舍入。
+# 练习二就用这一点来判分，那里的数据离两格中间都够远。
 
 # %% [markdown]
 # ## 快多少：先看大小
 #
-# 现在轮到速度。同样三层“矩阵乘 + ReLU”，四种大小，几种类型，输入输出都是 FP32（16 位的网络首尾各一层 `cast`，也算在内）。
-# 每个样本连续入队 20 次，一次同步，和关掉 TF32 的 FP32 交替着量。先猜：最小的那个，FP16 快几倍？
+# 现在轮到速度。同样三层“矩阵乘 + ReLU”，三种大小，输入输出都是 FP32（FP16 的网络首尾各一层 `cast`，也算在内）。
+# 每个样本连续入队 20 次，一次同步，和关掉 TF32 的 FP32 交替着量。BF16 占的字节和 FP16 一样多，这里不重复。先猜：最小的那个，FP16 快几倍？
 
 # %% tags=["demo", "gpu"]
-CASES = [(8, 256), (8, 2048), (512, 1024), (2048, 2048)]
+CASES = [(8, 256), (8, 2048), (1024, 1024)]
 
 
-def bound_runner(rows, width, name):
-    """A Runner of three layers in a format of FORMATS, bound to buffers of its own; a call enqueues it 20 times."""
-    noise = np.random.default_rng(width)
-    layers = [noise.normal(0, np.sqrt(2 / width), (width, width)).astype(np.float32) for _ in range(3)]
+def bound_runner(rows, layers, name):
+    """A function that enqueues 20 times an engine of layers in a format of FORMATS, bound to buffers of its own."""
     dtype, tf32 = FORMATS[name]
-    runner = Runner(relu_chain(rows, layers, dtype).plan(tf32=tf32, level=2))
+    runner, width = Runner(relu_chain(rows, layers, dtype).plan(tf32=tf32)), layers[0].shape[0]
     runner.bind(cp.ones((rows, width), cp.float32), cp.empty((rows, width), cp.float32))
     return lambda: [runner.enqueue() for _ in range(20)]
 
 
-gains, table = {}, []
+gains, table = {"TF32": [], "FP16": []}, []
 for rows, width in CASES:
-    base = bound_runner(rows, width, "FP32")
-    line = []
-    for name in [each for each in FORMATS if each != "FP32"]:
-        result = lab.compare_us(base, bound_runner(rows, width, name), clock="end_to_end", pairs=9)
-        gains.setdefault(name, []).append(result.ratio)
+    layers = [rng.normal(0, np.sqrt(2 / width), (width, width)).astype(np.float32) for _ in range(3)]
+    base, line = bound_runner(rows, layers, "FP32"), []
+    for name, ratios in gains.items():
+        result = lab.compare_us(base, bound_runner(rows, layers, name), clock="end_to_end", pairs=9)
+        ratios.append(result.ratio)
         line.append(f"{result.second.median / 20:.1f} µs（{result.ratio:.2f}×）")
     table.append((f"{rows} × {width} × {width}", f"{result.first.median / 20:.1f} µs", *line))
 lab.say(lab.table(("行 × K × N", "FP32（关 TF32）", *gains), table))
 
 fig, ax = plt.subplots()
-for (name, ratios), offset in zip(gains.items(), np.linspace(-0.25, 0.25, len(gains)), strict=True):
-    ax.bar(np.arange(len(CASES)) + offset, ratios, 0.22, label=name)
+for (name, ratios), offset in zip(gains.items(), (-0.15, 0.15), strict=True):
+    ax.bar(np.arange(len(CASES)) + offset, ratios, 0.28, label=name)
 ax.axhline(1, color="gray", ls=":")
 ax.set_xticks(range(len(CASES)), [f"{rows}×{width}" for rows, width in CASES])
 ax.set(xlabel="行 × 宽（三层）", ylabel="比 FP32（关 TF32）快几倍", title=f"窄类型在哪里划算 · {lab.gpu_name()}")
@@ -678,8 +690,9 @@ plt.show()
 # %% [markdown]
 # 以你自己的那张表为准，一般会看到：
 #
-# - 最小的那个，大家差不多，16 位的甚至更慢。时间花在启动上：每个内核再短也要几微秒，多两层 `cast` 就可能多两个内核；
-# - 又矮又宽的（8 行），时间花在**搬权重**上。权重从 4 字节变 2 字节，上限是 2 倍，和张量核心有多快没有关系；
+# - 最小的那个，大家差不多，FP16 的甚至更慢。时间花在启动上：每个内核再短也要几微秒，多两层 `cast` 就可能多两个内核；
+# - 又矮又宽的（8 行 × 2048），时间主要花在**搬权重**上。权重从 4 字节变 2 字节，搬运最多省一半，和张量核心有多快没有关系
+#   （如果你的表里超过 2 倍，那是两边的内核写法不同，或者 FP16 的权重恰好装得进片上的 L2 缓存，而 FP32 的装不下）；
 # - 最大的那个，时间花在计算上，张量核心才真正派上用场。
 #
 # 所以“FP16 快几倍”这句话缺一个前提：**你被什么限制着**。
@@ -712,9 +725,9 @@ plt.show()
 # 1. 输入 `"x"`、输出 `"y"` 仍是 FLOAT，形状不变；
 # 2. 两次矩阵乘都在 HALF 里做，权重也存成 HALF；
 # 3. 归一化的每一层都在 FLOAT 里做：行里有上千的数时也不许溢出；
-# 4. 和 float64 的结果相差不超过 0.02（`y` 的大小约为 1；预算里最大的几项是四次 $2^{-11}$ 的舍入，0.02 留足了余量）。
+# 4. 和 float64 的结果相差不超过 0.05（`y` 的大小约为 1；有几次 $2^{-11}$ 的舍入，矩阵乘还可能用 16 位累加，0.05 留足了余量）。
 #
-# 评分时既看网络里写的类型、检视器的口供，也用极小和很大的数从外面验指纹。
+# 评分时看网络里写的类型，用极小和很大的数从外面验指纹，也听检视器的口供：参考答案的引擎里看得见 FP16，你的也应当看得见。
 
 # %% tags=["gpu"]
 EPS = 1e-20  # keeps a row of zeros from 0 / 0; FP16 could not even store it
@@ -813,13 +826,15 @@ check.equal(types["ends"], ["FLOAT", "FLOAT"], why="网络的输入 x 和输出 
 check.equal(types["products"], ["HALF"] * 4, why="两次矩阵乘的两个输入都应当是 HALF：权重存成 float16 了吗？归一化的结果有没有变回 HALF？")
 check.that("HALF" not in types["norm"] and len(types["norm"]) >= 6, why="归一化的每一层都应当在 FLOAT 里做。传给 rms_norm 的张量是什么类型？它就在那个类型里算。")
 plan = draft.plan()
+NARROW = ("half", "fp16", "f16")  # TensorRT words it differently from layer to layer; what it tells of the reference's engine is asked of the learner's
+told = reference.define(INSPECT, "reported")(reference.mixed_block(16, w1, w2).plan())
 report = student.define(INSPECT, "reported")(plan)
-check.that("half" in report or "fp16" in report, why="检视器在引擎里没有看到 FP16 的张量。矩阵乘真的在 HALF 里做吗？")
+check.that(any(word in report for word in NARROW) or not any(word in told for word in NARROW), why="检视器在引擎里没有看到 FP16 的张量。矩阵乘真的在 HALF 里做吗？")
 out = on_gpu(np.zeros((16, 32), np.float32))
 out.poison()
 runner = student.Runner(plan)
 runner.infer(on_gpu(x), out)
-check.equal(out, reference.block(x, w1, w2).astype(np.float32), abs=0.02, why="结果和 float64 相差太多。次序是：乘 w1、归一化、乘 w2；两份权重有没有用反？")
+check.equal(out, reference.block(x, w1, w2).astype(np.float32), abs=0.05, why="结果和 float64 相差太多。次序是：乘 w1、归一化、乘 w2；两份权重有没有用反？")
 ### BEGIN HIDDEN TESTS
 rows, k, n, p = (int(secret.integers(3, 7)) * 8 for _ in range(4))
 w1, w2 = (secret.normal(0, 1 / np.sqrt(a), (a, b)).astype(np.float32) for a, b in ((k, n), (n, p)))
@@ -839,17 +854,17 @@ out.poison()
 runner.infer(source, out)
 got = out.read()
 check.that(bool(np.isfinite(got).all()), why="很大的输入给出了 NaN 或 inf：有一处在 FP16 里溢出了。平方、求和都在小岛里面吗？")
-check.equal(got[:2], want[:2].astype(np.float32), abs=0.02, why="行里有上千的数时，结果不对：平方超过了 65504。归一化要整个留在 FLOAT 里。")
+check.equal(got[:2], want[:2].astype(np.float32), abs=0.05, why="行里有上千的数时，结果不对：平方超过了 65504。归一化要整个留在 FLOAT 里。")
 check.equal(got[2], want[2].astype(np.float32), abs=0.0, why="指纹不对：第一次矩阵乘的输入没有经过 FP16。极小的数在 FP16 里应当变成 0，这里却留住了。")
 check.equal(got[3:, 3], want[3:, 3].astype(np.float32), abs=0.0, why="指纹不对：第二次矩阵乘的权重没有存成 FP16。")
-check.equal(got[3:], want[3:].astype(np.float32), abs=0.02, why="换了尺寸和数据，结果不对。行数、各层的宽度都取自参数吗？")
+check.equal(got[3:], want[3:].astype(np.float32), abs=0.05, why="换了尺寸和数据，结果不对。行数、各层的宽度都取自参数吗？")
 x = secret.normal(size=(rows, k)).astype(np.float32)
 source.write(x)
 out.poison()
 runner.infer(source, out)
 want = reference.block(x, w1, w2)
 want[:, 3] = 0
-check.equal(out, want.astype(np.float32), abs=0.02, why="就地换一份输入，再推理一次，结果不对。")
+check.equal(out, want.astype(np.float32), abs=0.05, why="就地换一份输入，再推理一次，结果不对。")
 for bad, error in ((on_gpu(x.astype(np.float16)), "TypeError"), (x, "TypeError"), (on_gpu(x[:-1]), "ValueError")):
     out.poison()
     before = out.read()
@@ -903,9 +918,11 @@ def int8_linear(rows, samples, w):
     def pair(tensor, scale, axis=None):
         scale = draft.constant(scale)
         q = draft.network.add_quantize(tensor, scale, INT8)
+        if axis is not None:
+            q.axis = axis
         dq = draft.network.add_dequantize(q.get_output(0), scale, FLOAT)
         if axis is not None:
-            q.axis = dq.axis = axis
+            dq.axis = axis
         return dq.get_output(0)
 
     draft = Draft()
@@ -928,9 +945,9 @@ def pairs(draft):
 """
 
 
-def on_steps(rng, shape, scale):
-    """Float32 values within 101 steps of scale, never near the middle between two steps."""
-    return ((rng.integers(-100, 101, shape) + rng.uniform(-0.4, 0.4, shape)) * scale).astype(np.float32)
+def on_steps(rng, shape, scale, reach=100):
+    """Float32 values within reach + 1 steps of scale, never near the middle between two steps."""
+    return ((rng.integers(-reach, reach + 1, shape) + rng.uniform(-0.4, 0.4, shape)) * scale).astype(np.float32)
 
 
 def layer(rng, k, scale):
@@ -948,11 +965,12 @@ def calibration(rng, rows, k, scale):
 
 
 def simulated(x, samples, w):
-    """(result by Q/DQ, bound of its distance to x @ w where x does not saturate), float64."""
+    """Result by Q/DQ; bound of its distance to x @ w where x does not saturate; what one x on another step may change. All float64."""
     largest = np.abs(np.float64(w)).max(axis=0)
     s_x, s_w = np.float32(np.abs(samples).max() / np.float32(127)), np.where(largest > 0, largest / 127, 1).astype(np.float32)
     bound = s_x / 2 * np.abs(np.float64(w)).sum(axis=0) + s_w / 2 * np.abs(np.float64(x)).sum(axis=1, keepdims=True) + w.shape[0] / 4 * s_x * np.float64(s_w)
-    return reference.quantised(x, s_x) @ reference.quantised(w, s_w), bound
+    want = reference.quantised(x, s_x) @ reference.quantised(w, s_w)
+    return want, bound * 1.001 + 1e-6, s_x * largest + np.abs(want).max(axis=0) * 1e-3 + 1e-6
 
 
 rng = np.random.default_rng(4)
@@ -965,12 +983,12 @@ check.equal(student.define(PAIRS, "pairs")(draft), [2, 2, 1], why="网络里应�
 runner, out = student.Runner(draft.plan()), on_gpu(np.zeros((32, 32), np.float32))
 out.poison()
 runner.infer(on_gpu(x), out)
-got, (want, bound) = out.read(), simulated(x, samples, w)
+got, (want, bound, slack) = out.read(), simulated(x, samples, w)
 check.that(bool(np.isfinite(got).all()), why="结果里有 NaN 或 inf。有没有一列权重全是 0，刻度也成了 0？")
-check.that(bool((np.abs(got - np.float64(x) @ w) <= bound * 1.001 + 1e-6).all()), why="误差超过了能证明的上界。权重是不是每列一个刻度？axis 是不是 1？")
-check.equal(got, want.astype(np.float32), abs=float(np.abs(want).max()) * 1e-3, why="误差在上界之内，却和 NumPy 的模拟不一致。激活的刻度是不是 samples 的最大绝对值除以 127？")
+check.that(bool((np.abs(got - np.float64(x) @ w) <= bound).all()), why="误差超过了能证明的上界。权重是不是每列一个刻度？axis 是不是 1？")
+check.that(bool((np.abs(got - want) <= slack).all()), why="误差在上界之内，却和 NumPy 的模拟不一致。激活的刻度是不是 samples 的最大绝对值除以 127？")
 ### BEGIN HIDDEN TESTS
-rows, k, n = (int(secret.integers(2, 6)) * 16 for _ in range(3))
+rows, k, n = (int(secret.integers(1, 4)) * 32 for _ in range(3))
 scale = 2.0 ** secret.integers(-10, -6, n)
 scale[[3, 7]] *= 400  # outlier channels
 w = layer(secret, k, scale)
@@ -983,20 +1001,18 @@ runner = student.Runner(draft.plan())
 source, out = on_gpu(x), on_gpu(np.zeros((rows, n), np.float32))
 out.poison()
 runner.infer(source, out)
-got, (want, bound) = out.read(), simulated(x, samples, w)
+got, (want, bound, slack) = out.read(), simulated(x, samples, w)
 check.that(bool(np.isfinite(got).all()), why="结果里有 NaN 或 inf。有没有一列权重全是 0，刻度也成了 0？")
-check.that(bool((np.abs(got - np.float64(x) @ w) <= bound * 1.001 + 1e-6).all()), why="有离群通道时，普通通道的误差超过了上界：它们的刻度被离群通道撑大了。权重要每列一个刻度。")
-columns = np.abs(want).max(axis=0, keepdims=True)
-check.equal(got / np.maximum(columns, 1e-30), want / np.maximum(columns, 1e-30), abs=2e-3, why="和 NumPy 的模拟不一致。刻度是不是按要求从 samples 和 w 算的？最大绝对值要先取绝对值。")
+check.that(bool((np.abs(got - np.float64(x) @ w) <= bound).all()), why="有离群通道时，普通通道的误差超过了上界：它们的刻度被离群通道撑大了。权重要每列一个刻度。")
+check.that(bool((np.abs(got - want) <= slack).all()), why="和 NumPy 的模拟不一致。刻度是不是按要求从 samples 和 w 算的？最大绝对值要先取绝对值。")
 x = on_steps(secret, (rows, k), 0.05)
-x[1] *= np.float32(4)
+x[1] = on_steps(secret, k, 0.05, reach=400)
 x[2] = -x[1]
 source.write(x)
 out.poison()
 runner.infer(source, out)
-want, _ = simulated(x, samples, w)
-columns = np.abs(want).max(axis=0, keepdims=True)
-check.equal(out.read() / np.maximum(columns, 1e-30), want / np.maximum(columns, 1e-30), abs=2e-3, why="超出标定范围的输入应当饱和，刻度不变。")
+got, (want, _, slack) = out.read(), simulated(x, samples, w)
+check.that(bool((np.abs(got - want) <= slack).all()), why="超出标定范围的输入应当饱和，刻度不变。")
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -1010,7 +1026,7 @@ check.equal(out.read() / np.maximum(columns, 1e-30), want / np.maximum(columns, 
 # 1. 输入 `"x"`、输出 `"y"` 仍是 FLOAT；
 # 2. 每一次矩阵乘和 `fold` 都在 HALF 里做；
 # 3. 整个网络里最多两层 `cast`；
-# 4. 6 层、1024 × 1024 时，比 `strict_chain`（关掉 TF32）快一倍以上。
+# 4. 4 层、1024 × 1024 时，比 `strict_chain`（关掉 TF32）快一倍以上。
 #
 # 怎么计时：给定的 `Chain(plan, x)` 每调用一次，入队一次引擎，再用一个小内核 `feed` 把 `y` 搅拌进 `x`，作为下一次的输入，都在 `stream` 上。
 # 测试连续调用许多次，最后整个设备同步一次，量端到端的时间。如果参考实现在你的 GPU 上也快得不多，门槛会降到它的加速比的一半。
@@ -1032,9 +1048,9 @@ feed = cp.RawModule(code=FEED).get_function("feed")
 
 def fold(draft, y):
     """y − 16·floor(y / 16) − 8: back to −8 … 7, in the type of y (FLOAT or HALF); exact for integers below 2048."""
-    sixteenth = draft.elementwise(y, draft.scalar(1 / 16, y), OP.PROD)
-    whole = draft.network.add_unary(sixteenth, trt.UnaryOperation.FLOOR).get_output(0)
-    rest = draft.elementwise(y, draft.elementwise(whole, draft.scalar(16, y), OP.PROD), OP.SUB)
+    sixteen = draft.scalar(16, y)
+    whole = draft.elementwise(y, sixteen, OP.FLOOR_DIV)
+    rest = draft.elementwise(y, draft.elementwise(whole, sixteen, OP.PROD), OP.SUB)
     return draft.elementwise(rest, draft.scalar(8, y), OP.SUB)
 
 
@@ -1148,7 +1164,7 @@ out.poison()
 student.Runner(draft.plan()).infer(source, out)
 check.equal(out, reference.chained(start, weights).astype(np.float32), why="结果不对。链里都是小整数，FP16 应当一个不差：漏了哪一层的 fold 吗？")
 
-LAYERS, SIZE = 6, 1024
+LAYERS, SIZE = 4, 1024
 weights = reference.sign_weights(int(secret.integers(2**40)), LAYERS, SIZE)
 start = secret.integers(-8, 8, (SIZE, SIZE)).astype(np.float32)
 x, y, z = on_gpu(start), on_gpu(start), on_gpu(start)
@@ -1166,17 +1182,16 @@ layers, rows, width = int(secret.integers(2, 6)), int(secret.integers(2, 6)) * 8
 weights = reference.sign_weights(int(secret.integers(2**40)), layers, width)
 draft = student.half_chain(rows, weights)
 plan = draft.plan()
-report = str(student.tensor_types(plan)).lower()
-check.that("half" in report or "fp16" in report, why="检视器在引擎里没有看到 FP16 的张量。")
 start = secret.integers(-8, 8, (rows, width)).astype(np.float32)
-start[1] = -(2.0**-30)  # 0 in FP16; anywhere else the first fold makes 8 or -8 of the sums' signs
 source, out = on_gpu(start), on_gpu(np.zeros((rows, width), np.float32))
 out.poison()
-runner = student.Runner(plan)
-runner.infer(source, out)
-got, want = out.read(), reference.chained(start, weights).astype(np.float32)
-check.equal(np.delete(got, 1, 0), np.delete(want, 1, 0), why="换了层数和尺寸，结果不对。层数、行数、宽度都取自参数吗？")
-check.equal(got[1], want[1], why="指纹不对：输入没有经过 FP16。极小的数在 FP16 里应当变成 0。是不是只打开了 TF32，或者用了 BF16？")
+student.Runner(plan).infer(source, out)
+check.equal(out, reference.chained(start, weights).astype(np.float32), why="换了层数和尺寸，结果不对。层数、行数、宽度都取自参数吗？")
+faint = (secret.choice([-1, 1], (rows, width)) * 2.0**-30).astype(np.float32)  # 0 in FP16; elsewhere a negative sum is folded to 8, not to -8
+source.write(faint)
+out.poison()
+student.Runner(student.half_chain(rows, weights[:1]).plan()).infer(source, out)
+check.equal(out, reference.chained(faint, weights[:1]).astype(np.float32), why="指纹不对：输入没有经过 FP16。极小的数在 FP16 里应当变成 0。是不是只打开了 TF32，或者用了 BF16？")
 start = secret.integers(-8, 8, (rows, width)).astype(np.float32)
 source.write(start)
 runs = int(secret.integers(3, 8))
@@ -1307,13 +1322,14 @@ lab.say(lab.table(("任务", "GPU（手册数字）", "FP16 快几倍", "FP32 �
 #
 # - 限制会**换人**：FP32 被计算限制，换成 FP16 以后计算快了，常常轮到带宽或启动当瓶颈，所以倍数到不了手册上的比值；
 # - 两边都被启动限制，FP16 最好也就是 1 倍，`cast` 只会帮倒忙。这时该做的是融合，或者用 CUDA 图；
-# - `cast` 按层加，能把赚来的全赔进去。能融合的 `cast` 不收钱，不能融合的每个都是一个内核；所以练习三只许有两层。
+# - `cast` 按层加，能把赚来的赔掉一大半。能融合的 `cast` 不收钱，不能融合的每个都是一个内核；所以练习三只许有两层。
 
 # %% [markdown] tags=["instructor"]
 # 给教师：练习一、三的隐藏测试都从外面验指纹：极小的数（2⁻²⁸、2⁻³⁰）在 FP16 里是 0，在 FP32、TF32、BF16 里都留得住，
-# 所以“只打开 TF32”或“改用 BF16”会被发现，不依赖学生进程里的检视器。练习一用几百上千的行触发平方溢出；有的融合内核会在寄存器里用 FP32，
+# 所以“只打开 TF32”或“改用 BF16”会被发现，不依赖检视器的措辞；检视器只在参考答案自己的引擎里也看得见 FP16 时才问。
+# 练习三的指纹只用一层：第一层以后，8 和 −8 对 16 同余，差别就折没了。练习一用几百上千的行触发平方溢出；有的融合内核会在寄存器里用 FP32，
 # 全 HALF 的写法数值上可能碰巧正确，所以还查网络里归一化各层的类型。
-# 练习二的数据离取整的分界点至少 0.1 格，除法换成乘倒数也不会误判；离群通道比别的大 400 倍，整张量一个刻度会超过上界。
+# 练习二的数据离取整的分界点至少 0.1 格，除法换成乘倒数也不会误判，此外还放过一个数差一格；离群通道比别的大 400 倍，整张量一个刻度会超过上界。
 # 练习三的状态是 −8…7 的整数，永不收敛，逐字节比较；计时的基线是参考进程里关掉 TF32 的 FP32 引擎。
 
 # %% [markdown]
@@ -1321,7 +1337,7 @@ lab.say(lab.table(("任务", "GPU（手册数字）", "FP16 快几倍", "FP32 �
 #
 # | 以前的说法 | 实验以后的说法 |
 # |:--|:--|
-# | 打开 FP16 开关，就是 FP16 推理 | 精度是每个张量的类型；开关在 11 里没有了，在强类型网络里本来也不作数 |
+# | 打开 FP16 开关，就是 FP16 推理 | 精度是每个张量的类型；开关在 11 里没有了，在强类型网络里本来也用不上 |
 # | BF16 比 FP16 准 | BF16 走得远，FP16 看得细；数的大小合适时 FP16 细八倍 |
 # | TF32 就是 FP32 | TF32 是一张许可证：允许乘法丢尾数，用不用由构建器决定 |
 # | 离 65504 远得很，不会溢出 | 256 以上的数，平方就溢出；归一化和求和要围成 FP32 的小岛 |
