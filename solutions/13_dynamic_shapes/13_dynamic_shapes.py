@@ -441,40 +441,99 @@ lab.say(
 #
 # `set_input_shape` 一次只看一个输入。`x` 是 (4, 64)、`mask` 是 (4, 32)，各自都在范围里，合在一起却没有意义。谁来发现？
 # 再试一个更隐蔽的：`mask` 的批大小是 1。按广播（broadcasting）的规则，1 可以扩展成 4，这也许会被当成合法的。
-#
 # 维度起不起名字，会有差别吗？另建一个不起名字的引擎，一起试。
+#
+# 这一次没有谁保证你会得到一句客气的 `False`：TensorRT 可能在推导或入队的半路上让**整个进程退出**，连异常也没有。
+# 所以两个引擎各放进一个子进程里试。子进程不构建，只从文件读计划；每一步之前、之后各说一句，立刻送出（flush）。
+# 它要是死了，最后那句“开始”就说明死在哪一步，笔记本自己安然无恙。
 
 # %% tags=["demo", "gpu"]
-def outcome(call):
-    """What call() did, in words: its value, or the exception that it raised."""
-    try:
-        return repr(call())
-    except Exception as error:  # noqa: BLE001 - shown in the table
-        return type(error).__name__
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+TRIALS = r"""
+import json
+import sys
+import cupy as cp
+import tensorrt as trt
+
+logger = trt.Logger(trt.Logger.ERROR)
+runtime = trt.Runtime(logger)
+with open(sys.argv[1], "rb") as file:
+    engine = runtime.deserialize_cuda_engine(file.read())
+stream = cp.cuda.Stream(non_blocking=True)
+with stream:  # each is enough for every shape that may be read or written
+    arrays = {name: cp.ones((16, 512, 64), cp.float32) for name in ("x", "mask", "y", "pooled")}
+stream.synchronize()
+for mask_shape in json.loads(sys.argv[2]):
+    context = engine.create_execution_context()
+    for name, array in arrays.items():
+        context.set_tensor_address(name, array.data.ptr)
+    steps = {
+        "x": lambda: context.set_input_shape("x", (4, 64, 64)),
+        "mask": lambda: context.set_input_shape("mask", tuple(mask_shape)),
+        "infer": context.infer_shapes,
+        "enqueue": lambda: context.execute_async_v3(stream.ptr),
+        "wait": stream.synchronize,
+    }
+    for step, call in steps.items():
+        print(json.dumps([mask_shape, step, "begun"]), flush=True)
+        try:
+            result = repr(call())
+        except Exception as error:
+            result = type(error).__name__
+        print(json.dumps([mask_shape, step, result]), flush=True)
+"""
+MASKS = ((4, 64, 1), (4, 32, 1), (1, 64, 1))  # the first is right: for comparison
+
+
+def trials_of(engine: "trt.ICudaEngine"):
+    """Try MASKS on the engine's plan in a child process. Returns {(mask shape, step): result, or "begun" where the child ended}."""
+    with tempfile.TemporaryDirectory() as folder:
+        plan, told = Path(folder, "engine.plan"), Path(folder, "told")
+        plan.write_bytes(bytes(require(engine.serialize(), "序列化")))
+        command = [sys.executable, "-c", TRIALS, str(plan), json.dumps(MASKS)]
+        with told.open("w") as out:
+            try:
+                subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=25, check=False)
+            except subprocess.TimeoutExpired:
+                print("25 秒还没有试完，子进程被结束了，停在表里“退出”的那一步。")
+        lines = told.read_text(errors="replace").splitlines()
+    answers = [json.loads(line) for line in lines if line.startswith("[[") and line.endswith("]")]
+    if not answers:
+        print("子进程还没有开始试就结束了：", *lines[-1:])
+    return {(tuple(mask_shape), step): result for mask_shape, step, result in answers}
+
+
+def shown(result):
+    return {"begun": "**进程在这一步退出了**", "None": "完成", None: "没有试到"}.get(result, f"`{result}`")
 
 
 unnamed = build_encoder(PROFILE, named=False)
-with stream:
-    arrays["mask"] = cp.ones((16, 512, 1), cp.float32)  # enough for every shape that may be read
-rows = []
+rows, ended, accepted = [], 0, 0
 for what, each in (("有名字", engine), ("没有名字", unnamed)):
-    for mask_shape in ((4, 64, 1), (4, 32, 1), (1, 64, 1)):
-        trial = require(each.create_execution_context(), "创建执行上下文")
-        for name in names:
-            require(trial.set_tensor_address(name, arrays[name].data.ptr), f"设置 {name} 的地址")
-        with quiet():
-            setters = [trial.set_input_shape("x", (4, 64, HIDDEN)), trial.set_input_shape("mask", mask_shape)]
-            inferred, enqueued = outcome(trial.infer_shapes), outcome(partial(trial.execute_async_v3, stream.ptr))
-        rows.append((what, mask_shape, setters, inferred, enqueued))
-stream.synchronize()
-lab.trt_errors()
-lab.say(lab.table(("维度", "`mask` 的形状（`x` 是 (4, 64, 64)）", "两次 `set_input_shape`", "`infer_shapes()`", "`execute_async_v3`"), rows))
+    answers = trials_of(each)
+    for mask_shape in MASKS:
+        steps = [answers.get((mask_shape, step)) for step in ("x", "mask", "infer", "enqueue", "wait")]
+        rows.append((what, mask_shape, *map(shown, steps)))
+        if mask_shape != MASKS[0]:
+            ended += "begun" in steps
+            accepted += steps[3:] == ["True", "None"]
+lab.say(
+    lab.table(("维度", "`mask` 的形状", "设 `x` 的形状 (4, 64, 64)", "设 `mask` 的形状", "`infer_shapes()`", "`execute_async_v3`", "等它做完"), rows)
+    + f"\n\n两个引擎、两种不一致，一共 4 行：让进程退出的 **{ended}** 行，入队成功、照样做完的 **{accepted}** 行，其余的看表。"
+)
 
 # %% [markdown]
-# 看表里的每一行：矛盾在哪一步才露馅？逐个设的时候未必能发现；`infer_shapes` 的另一个用处，就是**在入队之前**把一组形状放在一起检查。
-# 有没有哪一行，长短不一却一路放行？
+# 除去作对照的两行，看看矛盾在哪一步才露馅：逐个设形状的时候，还是推导、入队的时候？露馅的样子是一句拒绝、一个异常，还是进程没了？
+# 有没有哪一行，长短不一却一路放行？换一个版本、换一个网络，答案都可能不同，所以哪一种都不能指望。
 #
-# 所以别指望 TensorRT 替你守全部的规矩。服务有什么约定，就自己查什么约定，并且在碰 TensorRT 之前查。练习一和练习三就做这件事。
+# **这就是自己的检查要排在 TensorRT 前面的原因。** 进程一旦退出，`require` 和 `try` 都来不及说话，同一个进程里别人的请求也跟着没了；
+# 一路放行则更糟，错得没有声音。服务有什么约定，就自己查什么约定，而且在把形状交给上下文**之前**查完。
+# 练习一写的就是这个检查，练习三把它摆在碰 TensorRT 之前。
 
 # %% [markdown]
 # ## 缓冲：按最大的备，按这一次的用
@@ -577,6 +636,7 @@ for _ in range(9):
             now = shape
         run(made)
         times.append((perf_counter_ns() - began) / 1000)
+    stream.synchronize()  # a context must not go while its work is under way
     spent.append(times)
 per_request = np.median(spent[1:], axis=0)  # the first context warms the process up
 changes = [i for i in range(len(STREAM)) if i and STREAM[i] != STREAM[i - 1]]
@@ -738,7 +798,7 @@ lab.say(
 )
 
 # %% [markdown]
-# 这个网络很小，所以零碎的开销显得大；网络越大，入队和 GPU 的时间占比越高，省下的比例越小，省下的微秒数不变。
+# 这个网络很小，所以零碎的开销显得大；网络越大，入队和 GPU 的时间占比越高，省下的比例越小，省下的微秒数却差不多。
 
 # %% [markdown]
 # ## 图片：720p 与 1080p
@@ -774,11 +834,12 @@ least = least_side(STACK)
 lab.say(f"这一摞卷积的输入边长最少是 **{least}**：输入 {least} 时输出 {side_after(least, STACK)}，输入 {least - 1} 时输出 {side_after(least - 1, STACK)}。", measured=False)
 
 # %% [markdown]
-# 用差 1 的最小尺寸构建一次，再用正好的构建一次：
+# 就用这个尺寸做 Profile 的最小值。如果写得比它小，构建器也许当场拒绝，也许只在日志里警告一句，等这么小的图真的来了才出事：别指望它，自己先算。
+# 最小写对了，太小的图在 `set_input_shape` 那里就被拒绝：
 
 # %% tags=["demo", "gpu"]
 def build_images(smallest):
-    """Build a convolutional network for images from smallest × smallest to 1080 × 1920. Returns a plan or None."""
+    """Build a convolutional network for images from smallest × smallest to 1080 × 1920. Returns a trt.ICudaEngine."""
     network, kept, channels = builder.create_network(STRONGLY_TYPED), [], 3
     t = network.add_input("image", trt.DataType.FLOAT, (1, 3, -1, -1))
     for kernel, stride, padding in STACK:
@@ -791,22 +852,23 @@ def build_images(smallest):
     network.mark_output(t)
     config = builder.create_builder_config()
     config.builder_optimization_level = 1
+    config.progress_monitor = lab.build_progress()
     add_profile(config, network, {"image": ((1, 3, smallest, smallest), (1, 3, 720, 1280), (1, 3, 1080, 1920))})
     with lab.timing_cache(config):
-        return builder.build_serialized_network(network, config)
+        plan = require(builder.build_serialized_network(network, config), "构建")
+    kept.clear()  # the plan holds the weights now
+    return require(runtime.deserialize_cuda_engine(plan), "反序列化")
 
 
-lab.trt_errors()
+images = build_images(least)
+trying = require(images.create_execution_context(), "创建执行上下文")
 rows = []
-for smallest in (least - 1, least):
-    try:
-        with quiet():
-            image_plan, errors = build_images(smallest), lab.trt_errors()
-    except RuntimeError as error:
-        image_plan, errors = None, [str(error)]
-    rows.append((smallest, "得到了计划文件" if image_plan is not None else "被拒绝", (errors[0][:150] if errors else "—").replace("|", "/").replace("\n", " ")))
-lab.say(lab.table(("Profile 的最小边长", "构建", "TensorRT 说的第一句话"), rows))
-images = require(runtime.deserialize_cuda_engine(require(image_plan, "构建")), "反序列化")
+for side in (least, least - 1):
+    with quiet():
+        accepted = trying.set_input_shape("image", (1, 3, side, side))
+    rows.append((f"{side} × {side}", accepted, tuple(trying.get_tensor_shape("map")) if accepted else "—"))
+lab.trt_errors()
+lab.say(lab.table(("图片", "`set_input_shape` 返回", "输出的形状"), rows))
 
 # %% tags=["demo", "gpu"]
 watching = require(images.create_execution_context(), "创建执行上下文")
@@ -827,7 +889,8 @@ lab.say(
 )
 
 # %% [markdown]
-# 同一个引擎，不用重新构建；但形状大了，活就多了。时间的倍数小于像素的倍数时，多半是小尺寸还没有把 GPU 喂饱。
+# 同一个引擎，不用重新构建；但形状大了，活就多了。时间的倍数小于像素的倍数时，多半是小尺寸还没有把 GPU 喂饱；
+# 大于的时候，可能是构建器按最优尺寸 720p 挑的策略到了 1080p 不那么合适。
 
 # %% [markdown]
 # ## 误区一：动态形状就是无限灵活
@@ -847,10 +910,14 @@ rows = []
 for what, each, longest in (("到 512", engine, 512), ("到 4096", wide, 4096)):
     buffers = 16 * longest * (HIDDEN + 1 + HIDDEN) * 4 + 16 * HIDDEN * 4
     rows.append((what, f"{each.device_memory_size_v2 / 2**20:.1f}", f"{buffers / 2**20:.1f}"))
-lab.say(lab.table(("长度的范围", "每个上下文的工作区 MiB", "按最大备的缓冲 MiB"), rows))
+grew = wide.device_memory_size_v2 > engine.device_memory_size_v2
+lab.say(
+    lab.table(("长度的范围", "每个上下文的工作区 MiB", "按最大备的缓冲 MiB"), rows)
+    + "\n\n范围开大以后，工作区" + ("跟着变大了。" if grew else "没有变大：这个网络的暂存不随长度增长；缓冲的价钱却躲不掉。")
+)
 
 # %% [markdown]
-# 范围的价钱按**最大**付，不管这样的请求来不来：缓冲按最大的备，上下文内部的暂存（scratch）也按最大的备。
+# 范围的价钱按**最大**付，不管这样的请求来不来：缓冲按最大的备；上下文内部如果有暂存（scratch），也按最大的备。
 # 范围越宽，策略还越难在两头都合适，这一点留给《优化 Profile 的设计与管理》。
 #
 # 准确的说法是：动态形状解决**已知范围内**的变化，范围是构建之前就要做的决定。
@@ -901,14 +968,20 @@ with stream:
     shared["pooled"].fill(-99)
 run(graph_context)
 eager = verdicts()
+if replayed == ("错", "对", 4):
+    moral = "没有一个调用报错。图照着**捕获时的形状**算完了，连 `pooled` 也写了 4 行，而 (2, 128) 只有 2 行：多写的两行，可能正是别人的数据。"
+elif replayed[0] == "错":
+    moral = "没有一个调用报错，图算出来的却不是这个请求要的。"
+else:
+    moral = "这一次图碰巧跟上了新的形状，但谁也没有这样承诺过：换一个网络、换一个版本，它就可能算旧的形状。"
 lab.say(
     f"上下文说现在的形状是 {asked}。\n\n"
     + lab.table(("怎样执行", "按 (2, 128) 看", "按 (4, 64) 看", "写了 `pooled` 的几行"), [("重放旧图", *replayed), ("直接入队", *eager)])
+    + f"\n\n{moral}"
 )
 
 # %% [markdown]
-# 没有一个调用报错。图照着**捕获时的形状**算完了，连 `pooled` 也写了 4 行，而 (2, 128) 只有 2 行：
-# 多出来的两行，可能正是别人的数据。`set_input_shape` 改的是上下文，图不知道有这回事。
+# `set_input_shape` 改的是上下文；已经捕获好的图里是当时的内核和参数，没有谁去通知它。
 #
 # 准确的说法是：图里写死的不只有地址，还有形状。形状变了，就要有另一张图，或者更新这一张。
 # 怎样捕获、怎样给每种形状配一张图，是第三个模块“实战篇”的内容；讲义说的“重新绑定内存并更新图参数”也在那里逐条落实。
@@ -1099,6 +1172,7 @@ lab.say(lab.table(("哪一维", "允许", "拒绝的请求数"), [(*key, count) 
 # - 返回 `(y, pooled)`，两个 CuPy 数组，**形状正好是这一次的**，不多一行；
 # - 输出的存储按 Profile 的最大尺寸在 `make_runner` 里分配**一次**，以后每次都用它：返回的数组总是从同一个地址开始，下一次 `infer` 会覆盖它们；
 # - 形状向引擎和上下文问，不要写死；每个运行器有自己的上下文和存储，互不影响；
+# - 每次都要设**两个**输入的形状：只设一个，另一个还停在上一次，就成了前面子进程里试过的那种不一致，内核可能会退出；
 # - 凡是可能返回 `False` 或 `None` 的调用都要检查（`require`）；分配不到显存时，让 `MemoryError` 原样抛出；
 # - 在 `stream` 上入队，不必等它做完。
 
@@ -1204,13 +1278,13 @@ for batch, length in ((5, 70), (2, 3), (3, int(secret.integers(10, 60)))):
 SHORT_OF_MEMORY = """
 def make_with_little_memory(make_runner, engine):
     import cupy
-    pool = cupy.get_default_memory_pool()
-    pool.free_all_blocks()
-    pool.set_limit(size=pool.total_bytes() + 1024)
+    usual, small = cupy.cuda.get_allocator(), cupy.cuda.MemoryPool()
+    small.set_limit(size=1024)
+    cupy.cuda.set_allocator(small.malloc)
     try:
         return make_runner(engine)
     finally:
-        pool.set_limit(size=0)
+        cupy.cuda.set_allocator(usual)
 """
 squeezed = student.define(SHORT_OF_MEMORY, "make_with_little_memory")
 check.raises("MemoryError", squeezed, student.value("make_runner"), student.value("engine"), why="显存不够时，make_runner 应当让 MemoryError 抛出来，而不是返回一个没有存储的运行器。输出的存储是不是没有在 make_runner 里分配？")
@@ -1236,6 +1310,8 @@ infers(student.make_runner(student.value("engine")), 4, 100, 64, "显存恢复�
 # - 抛出以后，`y`、`pooled` 一个字节也没有变，也没有入过队；
 # - 下一个合法的请求照常得到正确的结果；
 # - 异常的文字要说清楚哪个张量、错在哪里（测试不比较文字，但以后会感谢自己）。
+#
+# 测试给你的引擎外面套着一层，会记下对上下文的每次调用。万一 `x`、`mask` 不一致还要往下走，它会抛出 `RuntimeError`，免得你的内核真的退出。
 #
 # 给定的 `profile_of(engine)` 把引擎的 Profile 变成 `review` 要的样子；特征数和范围都从引擎来，不要写死。
 
@@ -1322,14 +1398,27 @@ class Watched:
 
 class Context:
     def __init__(self, watched, context):
-        self._watched, self._context = watched, context
+        self._watched, self._context, self._sizes = watched, context, {}
+    def note(self, name, shape):
+        self._sizes[name] = tuple(shape)[:2]
+    def guard(self, call, given):
+        derives = call in ("infer_shapes", "execute_async_v3") or (call == "get_tensor_shape" and given[0] in ("y", "pooled"))
+        if derives and len(set(self._sizes.values())) > 1:
+            self._watched._calls.append("clash")
+            raise RuntimeError(f"上下文里 x 和 mask 的形状不一致，却调用了 {call}：TensorRT 可能让整个进程退出，测试替它拦下了。")
     def __getattr__(self, name):
         found = getattr(self._context, name)
         if not callable(found):
             return found
         def call(*args, **kwargs):
             self._watched._calls.append(name)
-            return False if name == self._watched._denied else found(*args, **kwargs)
+            if name == self._watched._denied:
+                return False
+            self.guard(name, [*args, *kwargs.values()])
+            result = found(*args, **kwargs)
+            if name == "set_input_shape" and result:
+                self.note(*args, **kwargs)
+            return result
         return call
 """
 CUT = """
@@ -1357,9 +1446,10 @@ class Desk:
         self.watched.seen()
         arguments = {"x": self.x, "mask": self.mask, "y": self.y, "pooled": self.pooled} | given
         check.raises(error, self.runner.infer, arguments["x"], arguments["mask"], arguments["y"], arguments["pooled"], why=why)
-        launched = self.watched.seen().count("execute_async_v3")
+        calls = self.watched.seen()
         student.value("stream").synchronize()
-        found = [launched, self.y.read(), self.pooled.read()]
+        check.that("clash" not in calls, why="x 和 mask 的形状不一致，却已经交给 TensorRT 去推导了，它可能让整个进程退出。自己先查，再碰它。")
+        found = [calls.count("execute_async_v3"), self.y.read(), self.pooled.read()]
         check.equal(found, [0, *marks], why="请求被拒绝了，却已经入过队，或者输出缓冲变了。所有的检查都要在 execute_async_v3 之前做完。")
 
     def serves(self, why):
@@ -1535,7 +1625,14 @@ class Watched:
 
 class Context:
     def __init__(self, watched, context):
-        self._watched, self._context = watched, context
+        self._watched, self._context, self._sizes = watched, context, {}
+    def note(self, name, shape):
+        self._sizes[name] = tuple(shape)[:2]
+    def guard(self, call, given):
+        derives = call in ("infer_shapes", "execute_async_v3") or (call == "get_tensor_shape" and given[0] in ("y", "pooled"))
+        if derives and len(set(self._sizes.values())) > 1:
+            self._watched._calls.append("clash")
+            raise RuntimeError(f"上下文里 x 和 mask 的形状不一致，却调用了 {call}：TensorRT 可能让整个进程退出，测试替它拦下了。")
     def __getattr__(self, name):
         found = getattr(self._context, name)
         if not callable(found):
@@ -1545,7 +1642,11 @@ class Context:
             if self._watched._denied == (name, args[0] if args else None):
                 self._watched._denied = None
                 return False
-            return found(*args, **kwargs)
+            self.guard(name, [*args, *kwargs.values()])
+            result = found(*args, **kwargs)
+            if name == "set_input_shape" and result:
+                self.note(*args, **kwargs)
+            return result
         return call
 """
 
@@ -1613,7 +1714,9 @@ wrong = line.buffers(8, 100)
 for bad in (line.buffers(4, 100)[1], line.buffers(1, 100)[1], line.buffers(8, 7)[1]):
     line.watched.seen()
     check.raises("ValueError", line.runner.infer, wrong[0], bad, wrong[2], wrong[3], why="x 合法而 mask 不合法（或者两者不一致），应当抛出 ValueError。")
-    check.that("execute_async_v3" not in line.watched.seen(), why="不合法的请求入队了。")
+    calls = line.watched.seen()
+    check.that("execute_async_v3" not in calls, why="不合法的请求入队了。")
+    check.that("clash" not in calls, why="x 和 mask 的形状不一致，却已经交给 TensorRT 去推导了，它可能让整个进程退出。自己先查，再碰它。")
     line.serves(first, "x 合法、mask 不合法的请求被拒绝以后，原来的形状结果不对：上下文已经被改了一半，记着的形状却没有作废。")
 check.raises("ValueError", line.runner.infer, x, line.buffers(4, 32)[1], y, pooled, why="x 的形状没有变，mask 的却变了，而且与 x 不一致：应当抛出 ValueError。两个输入的形状都要看。")
 for follows, why in (
@@ -1673,7 +1776,8 @@ check.equal(own[2].read(), pooled_want, why="计时以后再跑几次，pooled �
 # 给教师：网络的状态是整数，折回 −8…7，每一步有 ReLU，所以不是仿射映射，几千步内不重复、不收敛；`relay` 跑 K 次就是 2K 次真的入队。
 # 练习三、四用 `Watched` 代替引擎：它记下对上下文的每次调用，也能让某一次返回 `False`。练习四专门考“设到一半失败”：
 # `x` 的形状已经改了、`mask` 被拒绝，记着的形状如果没有作废，下一个合法的请求就会用错形状。
-# 练习二借 CuPy 内存池的上限（`set_limit`）制造显存不足，不碰 GPU 上真正的余量。
+# 它还有一道护栏：`x`、`mask` 在上下文里不一致时，推导和入队都被它拦下，因为真的交给 TensorRT，学生的内核可能就没了。
+# 练习二换上一个只有 1 KiB 的 CuPy 内存池（`set_limit`）来制造显存不足，不碰 GPU 上真正的余量。
 
 # %% [markdown]
 # ## 小结
@@ -1682,11 +1786,11 @@ check.equal(own[2].read(), pooled_want, why="计时以后再跑几次，pooled �
 # |:--|:--|
 # | 动态形状就是无限灵活 | 只在 Profile 的范围里灵活；秩、静态维、数据类型不变；最大尺寸的价钱总是要付 |
 # | 超出范围会报错 | 返回 `False`，上下文停在旧形状上；不检查，就会用旧形状算新数据 |
-# | 各个输入都合法，请求就合法 | 还要彼此一致；`infer_shapes` 或入队时才发现，有的还会被广播放过 |
+# | 各个输入都合法，请求就合法 | 还要彼此一致，而 TensorRT 不保证替你发现：可能拒绝，可能放过，也可能让整个进程退出 |
 # | 输出的形状看引擎 | 引擎里是 −1；设好所有输入以后，问上下文 |
 # | 大数组切一块就能用 | 切出来的不连续；容量是一维的，形状是看它的方式 |
 # | 无需重新构建，所以换形状免费 | 不用重新构建，但换一次要多付一次提交时间；各守一个形状的上下文可以躲开它 |
-# | 与 CUDA 图天然兼容 | 图记住的是捕获时的形状；换了形状再重放，没有报错，结果是旧形状的 |
+# | 与 CUDA 图天然兼容 | 图记住的是捕获时的形状；换了形状再重放，没有谁会报错：要么另备一张图，要么更新这一张 |
 #
 # **带走三句话**
 #
