@@ -38,7 +38,7 @@ lab.here()
 # `lengths.csv` 是一份**合成的**流量：4000 个请求，每个请求多少个 token，由固定的随机种子造出来，形状照着常见的文本服务：
 # 大部分是短查询，一部分是段落，少数是长文档。
 #
-# `costs.json` 是**录下来的**成本表：一个小的 Transformer（FP16，两层），用不同的 Profile 建成好几个引擎，
+# `costs.json` 是**录下来的**成本表：一个小的多层感知机（MLP，FP16，四次矩阵乘法，对每个 token 做同样的运算），用不同的 Profile 建成好几个引擎，
 # 在同一块 GPU 上轮流测量每种长度的时间。没有 GPU，也能用它学完本章的前半和前两道练习。
 
 # %%
@@ -112,14 +112,14 @@ lab.say(
 # - `gpu_us`：只算 GPU。先用一个空转内核把流堵住，等 CPU 把活儿都交完再放行，这样内核之间没有 CPU 造成的空隙；
 # - `end_to_end_us`：一个请求从调用到拿到结果，主机的钟。CPU 逐个启动内核的时间也在里面。
 #
-# 表只有十种长度。真实的长度归到**能装下它的最小一格**，`counted` 做的就是这件事。所以算出来的成本略偏高，不会偏低。
+# 表只有不多的几种长度。真实的长度归到**能装下它的最小一格**，`counted` 做的就是这件事。所以算出来的成本略偏高，不会偏低。
 #
 # ## opt 决定什么
 #
 # 构建器（builder）为每个 Profile 单独挑选策略（tactic）：同一层有许多种内核可用，它把形状设成 opt，给候选的内核逐个计时，留下最快的。
 # **计时只在 opt 上做**，别的长度都用为 opt 挑出来的那一套。
 #
-# 所以在偏离 opt 的地方，选中的内核可能不是最快的。慢多少？把十个“只有 opt 不同”的引擎摆在一起，
+# 所以在偏离 opt 的地方，选中的内核可能不是最快的。慢多少？把几个“只有 opt 不同”的引擎摆在一起，
 # 每一列除以这一列里最快的那个，就看得见了。先猜猜：最糟的一格会慢多少，5%，50%，还是几倍？
 
 # %% tags=["demo"]
@@ -165,21 +165,18 @@ lab.say(f"录制这张表的 GPU 和网络上（{COSTS['gpu']}，只算 GPU 的�
 # 为了当场测，本章自带一个几秒钟就能建好的网络。它对整数做运算，所以结果可以**逐位**核对：
 #
 # 1. 先把所有 token 加起来（每个 token 都知道别人，像注意力那样），再加回每个 token；
-# 2. 然后是两轮“扩到 2048 维、再收回 256 维”的矩阵乘法；
+# 2. 然后是两次矩阵乘法：扩到 4096 维，再收回 256 维；
 # 3. 每一步之后都把数折叠回 −8 … 7，所以中间结果都是小整数，FP32 下无论用什么内核、按什么次序相加，都一位不差。
 #
 # 输入叫 `tokens`，输出叫 `answers`，形状都是（长度，批大小，256），前两维是动态的。长度在最前面，于是“前 L 个 token”是一段连续的显存。
 
 # %%
-WIDTH, INNER, BLOCKS = 256, 2048, 2
+WIDTH, INNER = 256, 4096
 SHORTEST, LONGEST = 8, 512
 
 _rng = np.random.default_rng(14)
 # One weight in eight is +1 or -1: sums stay far below 2**24, up to which float32 counts exactly.
-WEIGHTS = [
-    tuple(_rng.choice(np.array([-1, 0, 1], np.float32), shape, p=(1 / 16, 7 / 8, 1 / 16)) for shape in ((WIDTH, INNER), (INNER, WIDTH)))
-    for _ in range(BLOCKS)
-]
+WEIGHTS = [_rng.choice(np.array([-1, 0, 1], np.float32), shape, p=(1 / 16, 7 / 8, 1 / 16)) for shape in ((WIDTH, INNER), (INNER, WIDTH))]
 
 
 def folded(values):
@@ -189,10 +186,10 @@ def folded(values):
 
 def answers(tokens):
     """What the network makes of tokens (numpy float32, whole numbers, shape (length, batch, WIDTH)); same shape."""
-    mixed = tokens + folded(tokens.sum(axis=0, keepdims=True))
-    for wide, narrow in WEIGHTS:
-        mixed = folded(folded(mixed.reshape(-1, WIDTH) @ wide) @ narrow)
-    return mixed.reshape(tokens.shape)
+    x = (tokens + folded(tokens.sum(axis=0, keepdims=True))).reshape(-1, WIDTH)
+    for weights in WEIGHTS:
+        x = folded(x @ weights)
+    return x.reshape(tokens.shape)
 
 
 # %% [markdown]
@@ -213,7 +210,7 @@ import cupy as cp
 import tensorrt as trt
 
 stream = cp.cuda.Stream(non_blocking=True)
-LEVEL = 2  # builder optimization level: quick, and still times the likely tactics
+LEVEL = 1  # builder optimization level: quick, and still times the likeliest tactics
 PLANS = {}  # ranges -> (plan, seconds of its build)
 
 
@@ -253,8 +250,8 @@ class Layers:
         flat = self.network.add_shuffle(mixed)
         flat.reshape_dims = (-1, WIDTH)
         x = flat.get_output(0)
-        for wide, narrow in WEIGHTS:
-            x = self.folded(self.product(self.folded(self.product(x, wide)), narrow))
+        for weights in WEIGHTS:
+            x = self.folded(self.product(x, weights))
         back = self.network.add_shuffle(x)
         back.set_input(1, self.network.add_shape(tokens).get_output(0))
         return back.get_output(0)
@@ -337,10 +334,20 @@ BATCH = 8
 rng = np.random.default_rng(7)
 
 
+def context_on(engine: trt.ICudaEngine, index):
+    """A fresh context on a profile of the engine; waits until the switch is done. IndexError if there is no such profile."""
+    if not 0 <= index < engine.num_optimization_profiles:
+        raise IndexError(f"引擎只有 {engine.num_optimization_profiles} 个 Profile，没有第 {index} 号")
+    context = new_context(engine)
+    if index != context.active_optimization_profile:
+        must(context.set_optimization_profile_async(index, stream.ptr), "切换 Profile")
+        stream.synchronize()
+    return context
+
+
 def prepared(engine, length, index=0, batch=BATCH, fill=None):
     """A context on a profile of the engine, with shapes and addresses set. Returns (run, tokens, answers on the GPU)."""
-    context = new_context(engine)
-    must(context.set_optimization_profile_async(index, stream.ptr), "切换 Profile")
+    context = context_on(engine, index)
     must(context.set_input_shape("tokens", (length, batch, WIDTH)), "设置形状")
     with stream:
         tokens = cp.asarray(rng.integers(-8, 9, (length, batch, WIDTH)).astype(np.float32) if fill is None else fill)
@@ -397,7 +404,7 @@ lab.say(lab.table(("长度", "opt = 16（µs）", "opt = 512（µs）", "前者 
 # ## 一个宽的，还是三个窄的
 #
 # 一个 Profile 只有一个 opt。范围很宽时，总有一头离它远。分成几个窄的 Profile，每一段都有自己的 opt。
-# 下面是本章的主图：时间随长度的变化，一个宽的 Profile 对三个窄的。第一张是录下来的 Transformer，第二张（有 GPU 时）是刚建的网络。
+# 下面是本章的主图：时间随长度的变化，一个宽的 Profile 对三个窄的。第一张是录下来的 MLP，第二张（有 GPU 时）是刚建的网络。
 
 # %% tags=["demo"]
 recorded_three = engines_of("three")[0]
@@ -609,86 +616,202 @@ lab.say(lab.table(("同一块缓冲，先长后短", "前 20 个 token 的结果
 #
 # ## 上下文和切换
 #
-# 一个引擎可以有好几个 Profile，但**一个上下文在一个时刻只用一个**。刚创建的上下文用哪一个？换一个，之前设的形状还在吗？
+# 一个引擎可以有好几个 Profile，但**一个上下文在一个时刻只用一个**，新上下文用的是 Profile 0，不会自动替你挑。
+# 换一个用 `set_optimization_profile_async(序号, 流)`。名字里的 `async` 是认真的：切换可能要往显存里拷一点东西，这些拷贝排在你给的那条流上。
+# 由此得到切换的规矩，四步，一步也不能少：
+#
+# 1. 序号先自己检查：0 到 `engine.num_optimization_profiles - 1`；
+# 2. 这个上下文以前入队的活儿都做完了，再切换，并且看返回值；
+# 3. **等那条流做完切换**，再碰这个上下文；
+# 4. 所有的形状重新设一遍：形状属于“这个 Profile 里的这一次”，换了就不算数。
+#
+# 不守规矩会怎样？返回 `False`，抛异常，还是更糟？有些错会毁掉整个进程，所以放进一个子进程里试：它只加载计划文件，先照规矩来回切换，
+# 再一步步犯错，每做一步就报一声。先猜：它能走到哪一步？
 
 # %% tags=["demo", "gpu"]
-context = new_context(three)
-rows = [("刚创建", context.active_optimization_profile, tuple(context.get_tensor_shape("tokens")))]
-must(context.set_input_shape("tokens", (20, BATCH, WIDTH)), "设置形状")
-rows.append(("设了形状", context.active_optimization_profile, tuple(context.get_tensor_shape("tokens"))))
-switched = context.set_optimization_profile_async(1, stream.ptr)
-rows.append((f"换到 1，返回 {switched}", context.active_optimization_profile, tuple(context.get_tensor_shape("tokens"))))
-refused = context.set_input_shape("tokens", (20, BATCH, WIDTH))
-rows.append((f"在 1 里设长度 20，返回 {refused}", context.active_optimization_profile, tuple(context.get_tensor_shape("tokens"))))
-missing = context.set_optimization_profile_async(7, stream.ptr)
-rows.append((f"换到不存在的 7，返回 {missing}", context.active_optimization_profile, tuple(context.get_tensor_shape("tokens"))))
-lab.say(lab.table(("做了什么", "当前 Profile", "输入的形状"), rows), measured=False)
-_ = lab.trt_errors()  # refusals that were asked for
+import signal
+import subprocess
+import sys
+import tempfile
+
+SWITCHING = r"""
+import sys
+from pathlib import Path
+
+import cupy as cp
+import tensorrt as trt
+
+logger = trt.Logger(trt.Logger.INTERNAL_ERROR)
+runtime = trt.Runtime(logger)
+engine = runtime.deserialize_cuda_engine(Path(sys.argv[1]).read_bytes())
+batch, width = int(sys.argv[2]), int(sys.argv[3])
+stream = cp.cuda.Stream(non_blocking=True)
+with stream:
+    x = cp.zeros((512, batch, width), cp.float32)
+    y = cp.zeros_like(x)
+stream.synchronize()
+context = engine.create_execution_context()
+
+
+def step(name, call):
+    print("begin", name, sep="\t", flush=True)
+    try:
+        result = call()
+    except Exception as error:
+        result = type(error).__name__
+    print("end", result, sep="\t", flush=True)
+
+
+def switch(index):
+    stream.synchronize()
+    done = context.set_optimization_profile_async(index, stream.ptr)
+    stream.synchronize()
+    return done
+
+
+def infer(length):
+    ready = context.set_input_shape("tokens", (length, batch, width))
+    ready = ready and context.set_tensor_address("tokens", x.data.ptr) and context.set_tensor_address("answers", y.data.ptr)
+    done = ready and context.execute_async_v3(stream.ptr)
+    stream.synchronize()
+    return done
+
+
+def asked_at_once(index):
+    context.set_optimization_profile_async(index, stream.ptr)
+    return tuple(context.get_tensor_shape("tokens"))
+
+
+step("刚创建，当前的 Profile 是几号", lambda: context.active_optimization_profile)
+step("在 Profile 0 里推理长度 20", lambda: infer(20))
+step("照规矩切换到 1", lambda: switch(1))
+step("在 Profile 1 里推理长度 100", lambda: infer(100))
+step("照规矩切换回 0", lambda: switch(0))
+step("在 Profile 0 里推理长度 24", lambda: infer(24))
+step("再切换到 1", lambda: switch(1))
+step("再在 Profile 1 里推理长度 120", lambda: infer(120))
+step("设了形状没有推理，就切换：先到 0，再到 1", lambda: switch(0) and context.set_input_shape("tokens", (20, batch, width)) and switch(1))
+step("犯错：在 Profile 1 里设长度 20", lambda: context.set_input_shape("tokens", (20, batch, width)))
+step("犯错：切换到不存在的 7", lambda: switch(7))
+step("犯错：切换到 2，不等流，马上问形状", lambda: asked_at_once(2))
+step("犯错：切换以后没有设形状就入队", lambda: (switch(0), context.execute_async_v3(stream.ptr))[1])
+"""
+
+
+def in_child(program, plan, *arguments):
+    """Run a Python program in a process of its own. Its arguments: the path of a file with the plan, then the others.
+
+    Returns (lines that it printed, how it ended in Chinese).
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path, told = Path(folder, "engine.plan"), Path(folder, "told.txt")
+        path.write_bytes(plan)
+        with told.open("wb") as out:
+            command = [sys.executable, "-X", "utf8", "-c", program, str(path), *map(str, arguments)]
+            try:
+                code = subprocess.run(command, stdout=out, stderr=subprocess.DEVNULL, timeout=25, check=False).returncode
+            except subprocess.TimeoutExpired:
+                code = None
+        lines = told.read_text(encoding="utf-8", errors="replace").splitlines()
+    if code is None:
+        return lines, "一直没有结束，被停掉了"
+    if code < 0:
+        return lines, f"被信号 {signal.Signals(-code).name} 杀死"
+    return lines, "正常结束" if code == 0 else f"退出，退出码是 {code}"
+
+
+told, ended = in_child(SWITCHING, build_plan(CHOICES["三个窄的"]), BATCH, WIDTH)
+marked = [line.split("\t", 1) for line in told if line.startswith(("begin\t", "end\t"))]
+steps = [text for word, text in marked if word == "begin"]
+outcomes = [text for word, text in marked if word == "end"]
+by_rules = outcomes[:8] == ["0"] + ["True"] * 7  # the steps before the first unusual one
+shown = [(name, outcomes[number] if number < len(outcomes) else f"**进程在这一步没有回来：{ended}**") for number, name in enumerate(steps)]
+lab.say(lab.table(("子进程做的", "结果"), shown) + f"\n\n子进程{ended}。", measured=False)
+if not by_rules:
+    lab.say("在这台机器上，照规矩的切换也没有走通，看上面的表停在哪里。下面要切换旧上下文的两格会跳过。", measured=False)
+elif len(outcomes) < len(steps):
+    lab.say(
+        f"停在“{steps[-1]}”。这一步的后果不会变成 `False`，也不会变成异常：**整个进程没有了**，`try` 也救不回来。所以规矩要靠自己守。",
+        measured=False,
+    )
+elif ended == "正常结束":
+    lab.say("这个版本的 TensorRT 每一步都回来了：拒绝写在返回值里。换一个版本不一定这样好说话，规矩照旧要守。", measured=False)
+else:
+    lab.say("每一步都回来了，进程却没有好好结束：错误的调用留下的后果，可以晚到退出的时候才出现。", measured=False)
 
 # %% [markdown]
-# - 每个新上下文都从 Profile 0 开始，**不会自动替你挑**；
-# - 换了 Profile，形状要重新设：形状属于“这个 Profile 里的这一次”；
-# - 拒绝都是 `False`，不是异常。不看返回值，程序就带着旧的形状、旧的 Profile 继续走。
+# 能返回的拒绝是 `False`，不是异常。不看返回值，程序就带着没有设好的形状继续走。
 #
 # ### 切换排在哪条流上
 #
-# 名字里的 `async` 是认真的：`set_optimization_profile_async(序号, 流)` 可能要往显存里拷一点东西，这些拷贝排在你给的那条流上。
-# 推理也在同一条流上，先后自然对；如果推理在**另一条**流上，要自己让它等：记一个事件（event），让另一条流等它，或者切换以后同步一次。
-#
-# 漏掉这一步多半看不出错，因为拷贝很小、很快，正好赶上。正因为看不出来，才要靠规矩。正确的写法是这样：
+# 推理和切换在同一条流上，先后自然对；如果推理在**另一条**流上，要自己保证它在切换之后。最省心的写法是切换以后同步一次，
+# 形状重新设，然后在哪条流上推理都行。漏掉这一步多半看不出错，因为拷贝很小、很快，正好赶上。正因为看不出来，才要靠规矩：
 
 # %% tags=["demo", "gpu"]
-other = cp.cuda.Stream(non_blocking=True)
-switched = cp.cuda.Event(disable_timing=True)
-fill = rng.integers(-8, 9, (100, BATCH, WIDTH)).astype(np.float32)
-with other:
-    tokens, outcome = cp.asarray(fill), cp.zeros(fill.shape, cp.float32)
+if by_rules:
+    other = cp.cuda.Stream(non_blocking=True)
+    fill = rng.integers(-8, 9, (100, BATCH, WIDTH)).astype(np.float32)
+    with other:
+        tokens, outcome = cp.asarray(fill), cp.zeros(fill.shape, cp.float32)
+    other.synchronize()
 
-must(context.set_optimization_profile_async(1, stream.ptr), "切换 Profile")
-switched.record(stream)
-other.wait_event(switched)
-must(context.set_input_shape("tokens", fill.shape), "设置形状")
-must(context.set_tensor_address("tokens", tokens.data.ptr) and context.set_tensor_address("answers", outcome.data.ptr), "设置地址")
-must(context.execute_async_v3(other.ptr), "入队")
-print("在另一条流上推理，结果正确：", np.array_equal(outcome.get(stream=other), answers(fill)))
+    context = new_context(three)
+    must(context.set_input_shape("tokens", (20, BATCH, WIDTH)), "设置形状")  # in profile 0
+    must(context.set_tensor_address("tokens", tokens.data.ptr) and context.set_tensor_address("answers", outcome.data.ptr), "设置地址")
+    must(context.execute_async_v3(stream.ptr), "入队")
+    stream.synchronize()
+
+    switched = must(context.set_optimization_profile_async(1, stream.ptr), "切换 Profile")
+    stream.synchronize()
+    must(context.set_input_shape("tokens", fill.shape), "设置形状")
+    must(context.execute_async_v3(other.ptr), "入队")
+    print(f"切换返回 {switched}；在另一条流上推理，结果正确：", np.array_equal(outcome.get(stream=other), answers(fill)))
+else:
+    print("照规矩的切换在子进程里就没有走通，这里不再试：这样的机器上，每个 Profile 用一个从不切换的上下文。")
 
 # %% [markdown]
 # ### 切换要多少时间
 #
-# 长短请求交替着来。一个上下文换来换去，还是每个 Profile 一个上下文、什么也不换？
+# 长短请求交替着来。一个上下文换来换去（每次换之前、之后都要等流），还是每个 Profile 一个上下文、什么也不换？
 
 # %% tags=["demo", "gpu"]
-def interleaved(contexts, calls):
-    """Enqueue each of calls (profile, length) on `stream`; a context that serves several profiles is switched."""
+def by_one(context, calls):
+    """Serve calls (profile, length) by one context, which is switched by the rules."""
     for index, length in calls:
-        chosen = contexts[index]
-        if chosen.active_optimization_profile != index:
-            must(chosen.set_optimization_profile_async(index, stream.ptr), "切换 Profile")
-        must(chosen.set_input_shape("tokens", (length, BATCH, WIDTH)), "设置形状")
-        must(chosen.execute_async_v3(stream.ptr), "入队")
+        if context.active_optimization_profile != index:
+            stream.synchronize()
+            must(context.set_optimization_profile_async(index, stream.ptr), "切换 Profile")
+            stream.synchronize()
+        must(context.set_input_shape("tokens", (length, BATCH, WIDTH)), "设置形状")
+        must(context.execute_async_v3(stream.ptr), "入队")
 
 
-with stream:
-    tokens = cp.zeros((LONGEST, BATCH, WIDTH), cp.float32)
-    outcome = cp.zeros_like(tokens)
-stream.synchronize()
-lone, own = new_context(three), [new_context(three) for _ in range(three.num_optimization_profiles)]
-for index, each in enumerate(own):
-    must(each.set_optimization_profile_async(index, stream.ptr), "切换 Profile")
-for each in (lone, *own):
-    must(each.set_tensor_address("tokens", tokens.data.ptr) and each.set_tensor_address("answers", outcome.data.ptr), "设置地址")
-stream.synchronize()
-calls = [(0, 24), (1, 100)] * 4
-pair = lab.compare_us(partial(interleaved, [lone] * 3, calls), partial(interleaved, own, calls), clock="end_to_end")
-saved = (pair.first.median - pair.second.median) / len(calls)
-lab.say(
-    f"8 个请求，长短交替：一个上下文换来换去 **{pair.first.median:.0f} µs**，每个 Profile 一个上下文 **{pair.second.median:.0f} µs**"
-    f"（前者是后者的 {pair.ratio:.2f} 倍，平均每个请求差 {saved:.1f} µs）。"
-    + ("切换不是白送的，而且每次都要付。" if pair.at_least > 1.05 else "在这里，切换的价钱小得看不大出来；它仍然要清形状、要守流的次序。")
-)
+def by_own(contexts, calls):
+    """Serve calls (profile, length) by the contexts of the profiles."""
+    for index, length in calls:
+        must(contexts[index].set_input_shape("tokens", (length, BATCH, WIDTH)), "设置形状")
+        must(contexts[index].execute_async_v3(stream.ptr), "入队")
+
+
+if by_rules:
+    with stream:
+        tokens = cp.zeros((LONGEST, BATCH, WIDTH), cp.float32)
+        outcome = cp.zeros_like(tokens)
+    stream.synchronize()
+    lone, own = new_context(three), [context_on(three, index) for index in range(three.num_optimization_profiles)]
+    for each in (lone, *own):
+        must(each.set_tensor_address("tokens", tokens.data.ptr) and each.set_tensor_address("answers", outcome.data.ptr), "设置地址")
+    calls = [(0, 24), (1, 100)] * 4
+    pair = lab.compare_us(partial(by_one, lone, calls), partial(by_own, own, calls), clock="end_to_end")
+    saved = (pair.first.median - pair.second.median) / len(calls)
+    lab.say(
+        f"8 个请求，长短交替：一个上下文换来换去 **{pair.first.median:.0f} µs**，每个 Profile 一个上下文 **{pair.second.median:.0f} µs**"
+        f"（前者是后者的 {pair.ratio:.2f} 倍，平均每个请求差 {saved:.1f} µs）。"
+        + ("切换不是白送的，而且每次都要付。" if pair.at_least > 1.05 else "在这里，切换的价钱小得看不大出来；它仍然要清形状、要守流的次序。")
+    )
 
 # %% [markdown]
-# 上下文可以常备，所以通常的做法是**每个 Profile 一个上下文，创建时切换一次，以后不再换**：不付切换的钱，也不必操心切换排在哪条流上。
+# 上下文可以常备，所以通常的做法是**每个 Profile 一个上下文，创建时切换一次、同步一次，以后不再换**：不付切换的钱，也不必操心切换排在哪条流上。
 #
 # ### 一个 Profile 只能给一个上下文用吗
 #
@@ -696,9 +819,9 @@ lab.say(
 # 网上还能找到许多为此复制 Profile 的代码。TensorRT 10 起，多个上下文共用一个 Profile 是默认允许的，试试：
 
 # %% tags=["demo", "gpu"]
-twins, streams, fills, outs = [new_context(three) for _ in range(2)], [stream, other], [], []
+twins, streams = [context_on(three, 1) for _ in range(2)], [stream, cp.cuda.Stream(non_blocking=True)]
+fills, outs = [], []
 for twin, queue, length in zip(twins, streams, (80, 150), strict=True):
-    must(twin.set_optimization_profile_async(1, queue.ptr), "切换 Profile")
     fills.append(rng.integers(-8, 9, (length, BATCH, WIDTH)).astype(np.float32))
     must(twin.set_input_shape("tokens", fills[-1].shape), "设置形状")
     with queue:
@@ -730,7 +853,7 @@ lab.say(
 )
 recorded = {"一个宽的": engines_of("wide")[-1], "三个窄的": recorded_three}
 lab.say(
-    f"录下来的 Transformer，没有计时缓存（{COSTS['gpu']}）：\n\n"
+    f"录下来的 MLP，没有计时缓存（{COSTS['gpu']}）：\n\n"
     + lab.table(("引擎", "构建", "计划文件"), [(name, f"{each['build_s']:.1f} s", f"{each['plan_mib']:.1f} MiB") for name, each in recorded.items()]),
     measured=False,
 )
@@ -740,7 +863,7 @@ lab.say(
 #
 # 上下文默认的分配策略是 STATIC：创建时就按**所有 Profile 里最大的那个**要足暂存，不管你打算跑多短的请求。
 # 于是“每个 Profile 一个上下文”时，短 Profile 的上下文也背着长 Profile 的显存。
-# 另一种策略 ON_PROFILE_CHANGE 只按当前的 Profile 要，换 Profile 时再调整。比较四个都停在最短那个 Profile 的上下文：
+# 另一种策略 ON_PROFILE_CHANGE 只按当前的 Profile 要，换 Profile 时再调整。比较四个刚创建、都在 Profile 0（最短的那个）的上下文：
 
 # %% tags=["demo", "gpu"]
 from cuda.bindings import runtime as cudart
@@ -756,10 +879,8 @@ rows = []
 for strategy in (trt.ExecutionContextAllocationStrategy.STATIC, trt.ExecutionContextAllocationStrategy.ON_PROFILE_CHANGE):
     before = free_mib()
     kept = [must(three.create_execution_context(strategy), "创建执行上下文") for _ in range(4)]
-    for each in kept:
-        must(each.set_optimization_profile_async(0, stream.ptr), "切换 Profile")
     rows.append((strategy.name, f"{before - free_mib():.0f} MiB"))
-    del each, kept
+    del kept
 before = free_mib()
 for _ in range(20):
     passing = new_context(three)
@@ -799,7 +920,7 @@ _ = lab.trt_errors()  # refusals that were asked for
 # 前两道不需要 GPU。可以用前面所有给定单元里的名字（没有“demo”标签的）：
 # `COSTS`、`GRID`、`REQUESTS`、`TRAFFIC`、`counted`、`engines_of`、`cost_table`；
 # `WIDTH`、`SHORTEST`、`LONGEST`、`answers`；`build_plan`、`open_engine`、`new_context`、`must`、`stream`、`cp`、`trt`、`lab`、`np`。
-# 演示单元（只做实验，评分时不运行）里定义的名字不能用，比如 `prepared`、`covering`、`ranges_of`。
+# 演示单元（只做实验，评分时不运行）里定义的名字不能用，比如 `prepared`、`context_on`、`covering`、`ranges_of`。
 #
 # ### 练习一：一种设计值多少（2 分）
 #
@@ -1099,7 +1220,7 @@ lab.say(
 # <details><summary>提示二：用到的 API</summary>
 #
 # - `engine.num_optimization_profiles`，`engine.get_tensor_profile_shape("tokens", 序号)` → `[min, opt, max]`；
-# - `context.set_optimization_profile_async(序号, stream.ptr)`，之后 `stream.synchronize()` 一次；
+# - `context.set_optimization_profile_async(序号, stream.ptr)`，之后先 `stream.synchronize()`，再碰这个上下文；
 # - `context.set_input_shape("tokens", 形状)`、`context.set_tensor_address(名字, 数组.data.ptr)`、`context.execute_async_v3(stream.ptr)`，每一个的返回值都交给 `must`；
 # - 检查：`isinstance(x, cp.ndarray)`、`x.dtype`、`x.ndim`、`x.shape`、`x.flags.c_contiguous`。
 #
@@ -1121,8 +1242,8 @@ def make_runner(plan):
         least, _, most = (tuple(shape) for shape in engine.get_tensor_profile_shape("tokens", index))
         context = new_context(engine)
         must(context.set_optimization_profile_async(index, stream.ptr), "切换 Profile")
+        stream.synchronize()  # no shape before the switch is done
         profiles.append((most[0], index, least, most, context))
-    stream.synchronize()
     profiles.sort(key=lambda each: each[:2])
 
     class Runner:
@@ -1377,7 +1498,7 @@ stream.synchronize()
 # </details>
 # <details><summary>提示二：用到的 API</summary>
 #
-# 创建时，每个 Profile 一个上下文：`set_optimization_profile_async(序号, stream.ptr)`，两个 `set_tensor_address`；一块输出缓冲 `cp.empty_like(state)` 大家共用（同一条流，前一个用完才轮到后一个）。
+# 创建时，每个 Profile 一个上下文：`set_optimization_profile_async(序号, stream.ptr)`，`stream.synchronize()`，两个 `set_tensor_address`；一块输出缓冲 `cp.empty_like(state)` 大家共用（同一条流，前一个用完才轮到后一个）。
 # 每个请求：`set_input_shape("tokens", (L, *state.shape[1:]))`、`execute_async_v3(stream.ptr)`、`merge(state, out, L)`。
 # 先把所有长度都配好 Profile，再开始入队，出错时就什么也没有做。
 #
@@ -1400,10 +1521,10 @@ def make_server(plan, state):
         least, _, most = (tuple(shape) for shape in engine.get_tensor_profile_shape("tokens", index))
         context = new_context(engine)
         must(context.set_optimization_profile_async(index, stream.ptr), "切换 Profile")
+        stream.synchronize()  # nothing else before the switch is done
         must(context.set_tensor_address("tokens", state.data.ptr), "设置 tokens 的地址")
         must(context.set_tensor_address("answers", out.data.ptr), "设置 answers 的地址")
         served.append((least[0], most[0], context))
-    stream.synchronize()
     by_length = {length: context for low, high, context in served for length in range(low, high + 1)}
 
     def server(lengths):
@@ -1541,7 +1662,7 @@ lab.say(
 # **带走三句话**
 #
 # 1. 先量成本，再看流量，最后才画范围：没有直方图的 Profile 设计是猜。
-# 2. 每个 Profile 一个常备的上下文，不要换来换去；切换和推理不在一条流上时，要让推理等。
+# 2. 每个 Profile 一个常备的上下文，不要换来换去；非换不可时：查序号，等它空闲，切换，等流，重设形状。
 # 3. 两级台阶分开算：不填充省的是白算的 token，分 Profile 省的是不合身的内核。
 #
 # 下一步：《形状张量与数据相关输出》讲形状由数据决定时怎么办；《每个形状一张图》把本章的 Profile 和 CUDA 图合在一起；《执行上下文与显存》让几个上下文共用一块显存。
