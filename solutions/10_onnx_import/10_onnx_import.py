@@ -41,8 +41,8 @@ lab.here()
 # - **图的输入和输出**：名字、类型、形状。形状里可以有一个名字（如 `N`），那就是动态维度；
 # - **opset**：算子的版本号。同一个名字的算子，在不同的 opset 里意思可能不同。
 #
-# 先导入要用的库，做好一条流。构建都用优化级别（`builder_optimization_level`）0：
-# 这一章关心的是对不对，不是哪个策略（tactic）最快；级别越低，构建越快。
+# 先导入要用的库，做好一条流。构建大多用优化级别（`builder_optimization_level`）1，只试几个策略（tactic）：
+# 这一章关心的是对不对，不是哪个策略最快；级别越低，构建越快。
 
 # %% tags=["gpu"]
 import cupy as cp
@@ -51,7 +51,7 @@ import onnxruntime as ort
 import tensorrt as trt
 from onnx import TensorProto, helper, numpy_helper
 
-LEVEL = 0
+LEVEL = 1
 STRONG = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
 stream = cp.cuda.Stream(non_blocking=True)
 print("TensorRT", trt.__version__, "· onnx", onnx.__version__, "· ONNX Runtime", ort.__version__)
@@ -273,8 +273,8 @@ for what, (model, shapes) in BROKEN.items():
 lab.say(lab.table(("毛病", "停在哪一行", "Python 的异常", "日志里的错误数", "日志的第一条"), rows), measured=False)
 
 # %% [markdown]
-# 看“停在哪一行”和“Python 的异常”这两列：毛病各不相同，异常却大多千篇一律，都在最后才冒出来。
-# 真正的原因在最右边：**它只写进了日志**。TensorRT 的 Python 接口很少抛异常，它靠返回值说话：
+# 看“停在哪一行”和“Python 的异常”这两列：毛病各不相同，异常是不是千篇一律，都在最后才冒出来？
+# 真正的原因要到最右边去找：**它写在日志里**。TensorRT 的 Python 接口很少抛异常，它靠返回值说话：
 #
 # | 调用 | 失败时 |
 # |:--|:--|
@@ -295,7 +295,8 @@ lab.say(lab.table(("毛病", "停在哪一行", "Python 的异常", "日志里�
 # %% tags=["demo", "gpu"]
 def parser_report(model):
     """Parse a model (bytes); returns (what parse returned, rows for a table of the parser's errors)."""
-    network = trt.Builder(lab.trt_logger()).create_network(STRONG)
+    builder = trt.Builder(lab.trt_logger())
+    network = builder.create_network(STRONG)
     parser = trt.OnnxParser(network, lab.trt_logger())
     with contextlib.redirect_stdout(io.StringIO()):
         parsed = parser.parse(model)
@@ -310,7 +311,7 @@ lab.say(
 )
 
 # %% [markdown]
-# 只把第一个错误告诉使用者，他就要改一个、跑一遍、再改一个。既然解析器一次说了这么多，异常里也应当一次说全。练习一就写它。
+# 解析器可能一次报好几个错误。只把第一个告诉使用者，他就要改一个、跑一遍、再改一个；它说了几个，异常里就应当写几个。练习一就写它。
 #
 # 还有一道更早的关口：`onnx.checker.check_model` 和 `onnx.shape_inference.infer_shapes` 不需要 GPU，
 # 能查出违反 ONNX 自己规矩的模型。但是 ONNX 合法，不等于 TensorRT 支持。
@@ -339,7 +340,7 @@ lab.say(
 )
 
 # %% [markdown]
-# 看“相差”那一列：只要两边读的是同一个模型，它们就读出同一个意思。**错的不是运行时，是有人手改了 opset 的数字。**
+# 看“相差”那一列：如果只有舍入那么大，两边对同一个模型就读出了同一个意思。那么**错的不是运行时，是有人手改了 opset 的数字。**
 # 要换 opset，用 `onnx.version_converter.convert_version(model, 目标)`，它会把算子改写成意思相同的样子。
 #
 # ### INT64：引擎要八个字节，你给了四个
@@ -356,7 +357,8 @@ ids_model = model_of(
     {"y": (TensorProto.FLOAT, [6])},
     {"half": np.float32([0.5])},
 )
-ids_engine = naive_load(naive_import(ids_model))
+ids_plan = naive_import(ids_model)
+ids_engine = naive_load(ids_plan)
 ids_context = ids_engine.create_execution_context()
 print("引擎要的类型：", {name: ids_engine.get_tensor_dtype(name).name for name in ("ids", "y")})
 
@@ -373,14 +375,14 @@ for dtype in (np.int64, np.int32):
 lab.say(lab.table(("缓冲的类型", "接受地址", "入队", "结果（应当是 1 2 3 4 5 6）"), rows))
 
 # %% [markdown]
-# INT32 的那一行没有任何报错：两个四字节的编号被当成了一个八字节的数。如果编号要拿去查表，读到的就是表外面的内存。
+# 看 INT32 的那一行：接受地址、入队都说“好”吗，结果呢？两个四字节的编号被当成了一个八字节的数。如果编号要拿去查表，读到的就是表外面的内存。
 #
 # 办法只有一个：**别猜，问引擎**。每个张量的类型用 `engine.get_tensor_dtype(name)` 问，`trt.nptype` 把它变成 NumPy 的类型；
 # 别人递来的数组，先对过类型再用。给定的 `run_plan` 就是这样做的：
 
 # %% tags=["demo", "gpu"]
 try:
-    run_plan(naive_import(ids_model), {"ids": np.array(tokens, np.int32)})
+    run_plan(ids_plan, {"ids": np.array(tokens, np.int32)})
 except TypeError as error:
     print(error)
 
@@ -477,7 +479,7 @@ lab.say(
 # 强类型（strongly typed）网络里，精度就是张量的类型，TensorRT 11 也只认这个：没有 `FP16` 标志可以打。
 
 # %% tags=["demo", "gpu"]
-def product_plan(k, dtype, use_tf32, level=3):
+def product_plan(k, dtype, use_tf32):
     """The plan (bytes) of y = x @ w imported from ONNX, x 64 × k, w k × 64 (both inputs), of numpy dtype."""
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     shapes = {"x": (kind, [64, k]), "w": (kind, [k, 64])}
@@ -486,7 +488,7 @@ def product_plan(k, dtype, use_tf32, level=3):
     parser = trt.OnnxParser(network, lab.trt_logger())
     assert parser.parse(model_of([helper.make_node("MatMul", ["x", "w"], ["y"], "product")], shapes, {"y": (kind, [64, 64])}, {}))
     config = builder.create_builder_config()
-    config.builder_optimization_level = level
+    config.builder_optimization_level = LEVEL
     if use_tf32:
         config.set_flag(trt.BuilderFlag.TF32)
     else:
@@ -552,7 +554,7 @@ lab.say(
 )
 
 # %% [markdown]
-# 有时相同，有时不同，**没有谁保证它们相同**；计时缓存能减少变化，也不作保证。所以：
+# 这一次也许相同，也许不同，**没有谁保证它们相同**；计时缓存能减少变化，也不作保证。所以：
 #
 # - 换一次构建，就要重新核对一次，而且用容差核对，不用逐位相等；
 # - 要逐位重现，就留住计划文件本身（和它的哈希），不要指望重新构建。
@@ -612,8 +614,8 @@ def distance(got, want):
 
 # %% [markdown]
 # 还要一个会出错的网络来练手。`branched` 造一个有分叉的模型：每一块分左右两支，再相加、归一化。
-# `plant` 在你指定的节点里种一个错：矩阵乘法改掉权重，归一化换掉 epsilon，加偏置的多出一个 NaN，激活函数换成另一种，合并的加法变成减法。
-# 这些正是导入和转换时真实会犯的错。
+# `plant` 在你指定的节点里种一个错：矩阵乘法改掉权重，归一化换掉 epsilon，加偏置的换成开平方（负数开出 NaN），激活函数换成另一种，
+# 合并的加法变成减法。权重弄错、epsilon 弄丢、冒出 NaN，都是导入和转换时真实会遇到的。
 
 # %% tags=["gpu"]
 def branched(blocks=3, width=32, seed=0, prefix="b"):
@@ -667,9 +669,8 @@ def plant(model, name, seed=0):
         (epsilon,) = (each for each in node.attribute if each.name == "epsilon")
         epsilon.f = 0.5
     elif node.op_type == "Add" and node.input[1] in stored:
-        array = numpy_helper.to_array(stored[node.input[1]]).copy()
-        array[random.integers(array.size)] = np.nan
-        stored[node.input[1]].CopyFrom(numpy_helper.from_array(array, node.input[1]))
+        node.op_type = "Sqrt"
+        del node.input[1]
     else:
         node.op_type = {"Tanh": "Sigmoid", "Sigmoid": "Tanh", "Add": "Sub"}[node.op_type]
     return proto.SerializeToString()
@@ -719,8 +720,8 @@ lab.say(f"排在出错的节点后面、却仍然正确的：{'、'.join(late) o
 #
 # 全标出来只要构建一次，小模型就这么做。但标成输出有两个代价：
 #
-# - 中间结果要真的写回显存，TensorRT 就不能把它融合（fusion）进相邻的层，**你查的已经不是原来那个引擎了**。
-#   融合本身有错的时候，全标出来，错误会消失；
+# - 中间结果要真的写回显存，原本能融合（fusion）到一起的层可能就要分开做，**你查的已经不是原来那个引擎了**。
+#   融合本身有错的时候，全标出来，错误可能会消失；
 # - 大模型的中间张量很多，显存和构建时间都吃不消。
 #
 # 融合变了多少？数一数引擎的层数：
@@ -743,7 +744,7 @@ def engine_layers(model, names):
     return naive_load(plan).num_layers
 
 
-lab.say(f"原来的引擎 {engine_layers(sample, [])} 层；一个中间张量标成输出，{engine_layers(sample, every[5:6])} 层；全部标成输出，{engine_layers(sample, every)} 层。")
+lab.say(f"原来的引擎 {engine_layers(sample, [])} 层；全部标成输出，{engine_layers(sample, every)} 层。")
 
 # %% [markdown]
 # 所以常用的办法是二分：一次只标一两个，看它对不对，把嫌疑的范围砍掉一半。在一条直线上，二分谁都会；
@@ -757,10 +758,12 @@ lab.say(f"原来的引擎 {engine_layers(sample, [])} 层；一个中间张量�
 # %% [markdown]
 # ## 真实的模型：PP-OCRv4
 #
-# PP-OCRv4 是一套真实的、预训练的文字识别模型，`rapidocr-onnxruntime` 这个包里带着它的 ONNX 文件。
-# 这里用其中的识别模型（rec）：输入一行文字的图片，高 48 像素，输出每个位置是哪个字。字表也存在模型里。
+# PP-OCRv4 是一套真实的、预训练的文字识别模型，`rapidocr-onnxruntime` 这个包里带着它的 ONNX 文件。这里用到两个：
 #
-# 只找文件，不必导入那个包。`OCR` 一个常量说清用哪个模型、多大的输入、标几个中间张量；识别模型有八百多个节点，所以级别用 0，尺寸固定。
+# - 识别模型（rec）：输入一行文字的图片，高 48 像素，输出每个位置是哪个字。字表也存在模型里；
+# - 方向模型（cls）：只判断一行字是正的还是倒的，小得多。
+#
+# 只找文件，不必导入那个包。
 
 # %% tags=["demo", "gpu"]
 import importlib.util
@@ -768,129 +771,168 @@ from collections import Counter
 from pathlib import Path
 from time import perf_counter
 
-OCR = {"file": "ch_PP-OCRv4_rec_infer.onnx", "shape": (1, 3, 48, 320), "marked": 24}
+OCR_SHAPES = {"ch_PP-OCRv4_rec_infer.onnx": (1, 3, 48, 160), "ch_ppocr_mobile_v2.0_cls_infer.onnx": (1, 3, 48, 192)}
 
-folder = Path(importlib.util.find_spec("rapidocr_onnxruntime").submodule_search_locations[0])
-ocr_model = (folder / "models" / OCR["file"]).read_bytes()
-ocr = onnx.load_from_string(ocr_model)
-(ocr_input,) = ocr.graph.input
-lab.say(
-    f"{len(ocr_model) / 2**20:.1f} MiB，opset {ocr.opset_import[0].version}，{len(ocr.graph.node)} 个节点，"
-    f"最多的算子：{'、'.join(f'{kind} {n}' for kind, n in Counter(node.op_type for node in ocr.graph.node).most_common(6))}。"
-    f"输入 `{ocr_input.name}`：{[d.dim_param or d.dim_value for d in ocr_input.type.tensor_type.shape.dim]}。",
-    measured=False,
-)
+spec = importlib.util.find_spec("rapidocr_onnxruntime")
+folder = Path(spec.submodule_search_locations[0], "models") if spec else Path("models")
+ocr_files = {name: (folder / name).read_bytes() for name in OCR_SHAPES if (folder / name).is_file()}
+rows = []
+for name, model in ocr_files.items():
+    loaded = onnx.load_from_string(model).graph
+    most = Counter(node.op_type for node in loaded.node).most_common(4)
+    dims = [each.dim_value or "?" for each in loaded.input[0].type.tensor_type.shape.dim]
+    rows.append((name, f"{len(model) / 2**20:.1f}", len(loaded.node), "、".join(f"{kind} {n}" for kind, n in most), f"`{loaded.input[0].name}` {dims}"))
+lab.say(lab.table(("文件", "MiB", "节点", "最多的算子", "输入"), rows) if rows else "没有找到模型：请先安装 rapidocr-onnxruntime。后面几格会自己跳过。", measured=False)
 
 # %% [markdown]
-# 拿一张真的图片来试：用 matplotlib 画一行字，照 PP-OCR 的规矩换成 BGR、缩放到 −1～1。
+# 导入时顺手均匀地标十来个中间张量，好逐层比较。这样的引擎和不标的不完全一样（见上一节），用来查错合适，用来比快慢不合适。
+#
+# 识别模型有八百多个节点，默认级别要构建一分钟左右。所以这里用级别 0，尺寸固定，而且给构建**限时**：
+# 进度监视器（progress monitor）的 `step_complete` 返回 `False`，TensorRT 就放弃这次构建，返回 `None`。
+# 识别模型没有造出来，就退一步，用方向模型。
+#
+# 方向模型有个小坑：它的 ONNX 里，高和宽写的也是“可变”，但 Profile 里真给一个范围，TensorRT 10.6 会拒绝，说约束互相矛盾。
+# 写着可变，不等于那一维真的能变；它的 Profile 要固定成 3×48×192。
 
 # %% tags=["demo", "gpu"]
-def text_line(text, width=320, height=48):
+class TimeLimit(trt.IProgressMonitor):
+    """Shows a build's progress, and stops the build once so many seconds have passed. `stopped`: whether it had to."""
+
+    def __init__(self, seconds):
+        trt.IProgressMonitor.__init__(self)
+        self.until, self.stopped, self.shown = perf_counter() + seconds, False, lab.build_progress()
+
+    def phase_start(self, phase_name, parent_phase, num_steps):
+        self.shown.phase_start(phase_name, parent_phase, num_steps)
+
+    def step_complete(self, phase_name, step):
+        self.shown.step_complete(phase_name, step)
+        self.stopped = self.stopped or perf_counter() > self.until
+        return not self.stopped  # False: give up
+
+    def phase_finish(self, phase_name):
+        self.shown.phase_finish(phase_name)
+
+
+def import_ocr(model, shape, level, seconds, marks=12):
+    """Build an OCR model (bytes) for one shape with about `marks` tensors marked, in at most so many seconds.
+
+    Returns (plan or None, names of the marked tensors in the order of the ONNX graph, why there is no plan).
+    """
+    lab.trt_errors()
+    builder = trt.Builder(lab.trt_logger())
+    network = builder.create_network(STRONG)
+    parser = trt.OnnxParser(network, lab.trt_logger())
+    if not parser.parse(model):
+        return None, [], "解析失败：" + "；".join(first_line(parser.get_error(i).desc()) for i in range(parser.num_errors))
+    floats = {}
+    for i in range(network.num_layers):
+        tensor = network.get_layer(i).get_output(0)
+        if tensor.dtype == trt.DataType.FLOAT and len(tensor.shape) > 2:
+            floats[tensor.name] = tensor
+    nodes = onnx.load_from_string(model).graph.node
+    found = [node.output[0] for node in nodes if node.op_type in ("Conv", "MatMul", "Add", "Mul") and node.output[0] in floats]
+    chosen = [name for name in found[:: max(1, len(found) // marks)] if not floats[name].is_network_output]
+    for name in chosen:
+        network.mark_output(floats[name])
+    config = builder.create_builder_config()
+    config.builder_optimization_level = level
+    config.progress_monitor = limit = TimeLimit(seconds)
+    profile = builder.create_optimization_profile()
+    profile.set_shape(network.get_input(0).name, shape, shape, shape)
+    config.add_optimization_profile(profile)
+    with lab.timing_cache(config):
+        plan = builder.build_serialized_network(network, config)
+    if plan is None:
+        return None, [], f"超过 {seconds:.0f} 秒，被叫停" if limit.stopped else "构建失败：" + first_line((lab.trt_errors() or ["日志里没有错误"])[-1])
+    return bytes(plan), chosen, ""
+
+
+ocr_plan, rows = None, []
+ocr_began = perf_counter()
+for name, level, most_seconds in (("ch_PP-OCRv4_rec_infer.onnx", 0, 20), ("ch_ppocr_mobile_v2.0_cls_infer.onnx", 0, 10), ("ch_ppocr_mobile_v2.0_cls_infer.onnx", 1, 10)):
+    left = min(most_seconds, 30 - (perf_counter() - ocr_began))
+    if ocr_plan is not None or name not in ocr_files or left < 1:
+        continue
+    begin = perf_counter()
+    ocr_plan, ocr_names, why_not = import_ocr(ocr_files[name], OCR_SHAPES[name], level, left)
+    rows.append((name, level, f"{perf_counter() - begin:.1f}", why_not or f"造好了，标了 {len(ocr_names)} 个中间张量"))
+    if ocr_plan is not None:
+        ocr_model, ocr_shape = ocr_files[name], OCR_SHAPES[name]
+        ocr = onnx.load_from_string(ocr_model)
+        ocr_title = "识别模型" if "rec" in name else "方向模型"
+if rows:
+    lab.say(
+        lab.table(("模型", "级别", "秒", "结果"), rows)
+        + (f"\n\n下面用{ocr_title}继续。" if ocr_plan is not None else "\n\n这台机器上没有在限时以内造出来。把上面的秒数放宽，重跑这一格，就能接着做；后面几格会自己跳过。")
+    )
+
+# %% [markdown]
+# 拿一张真的图片来试：用 matplotlib 画一行字，照 PP-OCR 的规矩换成 BGR、缩放到 −1～1。两个运行时各算一遍：
+
+# %% tags=["demo", "gpu"]
+def text_line(text, width, height=48):
     """A picture of a line of text as PP-OCR takes it: float32, 1 × 3 × height × width, BGR, −1 … 1; and its pixels."""
     fig = plt.figure(figsize=(width / 100, height / 100), dpi=100)
-    fig.text(0.5, 0.47, text, ha="center", va="center", fontsize=20)
+    fig.text(0.5, 0.47, text, ha="center", va="center", fontsize=17)
     fig.canvas.draw()
     pixels = np.asarray(fig.canvas.buffer_rgba())[..., :3].copy()
     plt.close(fig)
     return ((pixels[..., ::-1].astype(np.float32) / 255 - 0.5) / 0.5).transpose(2, 0, 1)[None].copy(), pixels
 
 
-line, pixels = text_line("图优化 CUDA 2048")
-fig, ax = plt.subplots(figsize=(5, 1))
-ax.imshow(pixels)
-ax.set_axis_off()
-plt.show()
-
-# %% [markdown]
-# 导入时顺手均匀地标 24 个中间张量。这样的引擎和不标的不完全一样（见上一节），用来查错合适，用来比快慢不合适。
-# 构建要几秒到十几秒，看进度条。
-
-# %% tags=["demo", "gpu"]
-def import_ocr(names, use_tf32):
-    """The plan (bytes) of the OCR model at OCR's fixed shape, with about OCR's number of tensors marked if names is true.
-
-    Returns (plan, names of the marked tensors in the order of the ONNX graph, seconds of the build).
-    """
-    builder = trt.Builder(lab.trt_logger())
-    network = builder.create_network(STRONG)
-    parser = trt.OnnxParser(network, lab.trt_logger())
-    assert parser.parse(ocr_model), [parser.get_error(i).desc() for i in range(parser.num_errors)]
-    floats = {}
-    for i in range(network.num_layers):
-        tensor = network.get_layer(i).get_output(0)
-        if tensor.dtype == trt.DataType.FLOAT and not tensor.is_shape_tensor and len(tensor.shape) > 2:
-            floats[tensor.name] = tensor
-    layers = [node.output[0] for node in ocr.graph.node if node.op_type in ("Conv", "MatMul", "Add", "Mul") and node.output[0] in floats]
-    chosen = layers[:: max(1, len(layers) // OCR["marked"])] if names else []
-    for name in chosen:
-        if not floats[name].is_network_output:
-            network.mark_output(floats[name])
-    config = builder.create_builder_config()
-    config.builder_optimization_level = LEVEL
-    config.progress_monitor = lab.build_progress()
-    if use_tf32:
-        config.set_flag(trt.BuilderFlag.TF32)
-    else:
-        config.clear_flag(trt.BuilderFlag.TF32)
-    profile = builder.create_optimization_profile()
-    profile.set_shape(ocr_input.name, OCR["shape"], OCR["shape"], OCR["shape"])
-    config.add_optimization_profile(profile)
-    begin = perf_counter()
-    with lab.timing_cache(config):
-        plan = builder.build_serialized_network(network, config)
-    assert plan is not None, lab.trt_errors()
-    return bytes(plan), chosen, perf_counter() - begin
-
-
-ocr_plan, ocr_names, ocr_seconds = import_ocr(True, use_tf32=True)
-ocr_final = ocr.graph.output[0].name
-ocr_got = run_plan(ocr_plan, {ocr_input.name: line})
-ocr_want = ort_values(ocr_model, {ocr_input.name: line}, [*ocr_names, ocr_final])
-
-
 def reading(scores):
-    """The text of the model's scores (1 × positions × characters): the best at each position, repeats and blanks dropped."""
-    table = {each.key: each.value for each in ocr.metadata_props}["character"]
-    characters = ["", *table.splitlines(), " "]
+    """What the model's scores say: the text (rec: best of each position, repeats and blanks dropped), or the direction."""
+    table = {each.key: each.value for each in ocr.metadata_props}
+    if scores.ndim == 2:
+        return f"{(0, 180)[int(scores[0].argmax())]}°"
+    characters = ["", *table["character"].splitlines(), " "]
     best = scores[0].argmax(1)
     return "".join(characters[c] for i, c in enumerate(best) if c and (i == 0 or c != best[i - 1])).strip()
 
 
-lab.say(
-    f"构建用了 {ocr_seconds:.1f} 秒。TensorRT 读出“**{reading(ocr_got[ocr_final])}**”，ONNX Runtime 读出“**{reading(ocr_want[ocr_final])}**”；"
-    f"概率相差最多 {np.abs(ocr_got[ocr_final] - ocr_want[ocr_final]).max():.1e}。"
-)
+if ocr_plan is None:
+    print("没有引擎，跳过这一格。")
+else:
+    line, pixels = text_line("图优化 2048", ocr_shape[3])
+    fig, ax = plt.subplots(figsize=(4, 1.2))
+    ax.imshow(pixels)
+    ax.set_axis_off()
+    plt.show()
+    ocr_input, ocr_final = ocr.graph.input[0].name, ocr.graph.output[0].name
+    ocr_got = run_plan(ocr_plan, {ocr_input: line})
+    ocr_want = ort_values(ocr_model, {ocr_input: line}, [*ocr_names, ocr_final])
+    lab.say(
+        f"{ocr_title}：TensorRT 读出“**{reading(ocr_got[ocr_final])}**”，ONNX Runtime 读出“**{reading(ocr_want[ocr_final])}**”；"
+        f"概率相差最多 {np.abs(ocr_got[ocr_final] - ocr_want[ocr_final]).max():.1e}。"
+    )
 
 # %% [markdown]
-# 读出来的字一样，是不是就可以放心了？字一样只说明最大的那个概率没有换人。再看一层层的距离：
+# 读出来的一样，是不是就可以放心了？一样只说明最大的那个概率没有换人。再看一层层的距离：
 # 它从一层到下一层慢慢积累，还是在某一层突然跳起来？慢慢积累是舍入误差，突然跳起才可疑。
 
 # %% tags=["demo", "gpu"]
-ocr_apart = [distance(ocr_got[name], ocr_want[name]) for name in ocr_names]
-ocr_plan32, _, ocr_seconds32 = import_ocr(True, use_tf32=False)
-ocr_got32 = run_plan(ocr_plan32, {ocr_input.name: line})
-ocr_apart32 = [distance(ocr_got32[name], ocr_want[name]) for name in ocr_names]
-
-fig, ax = plt.subplots()
-ax.semilogy(np.maximum(ocr_apart, 1e-9), label="允许 TF32")
-ax.semilogy(np.maximum(ocr_apart32, 1e-9), label="不许 TF32")
-ax.set_xlabel("标出的中间张量（按模型里的顺序）")
-ax.set_ylabel("与 ONNX Runtime 的距离")
-ax.set_title(f"PP-OCRv4 识别模型，逐层比较（{lab.gpu_name()}）")
-ax.legend()
-plt.show()
-jumps = np.maximum(ocr_apart[1:], 1e-9) / np.maximum(ocr_apart[:-1], 1e-9)
-lab.say(
-    f"最大的距离：允许 TF32 时 {max(ocr_apart):.1e}，不许时 {max(ocr_apart32):.1e}（$u_{{TF32}}$ = {UNIT['tf32']:.1e}）。"
-    f"允许 TF32 时，相邻两个之间最多涨 {jumps.max():.1f} 倍，在 `{ocr_names[1 + int(jumps.argmax())]}`。"
-    f"第二次构建用了 {ocr_seconds32:.1f} 秒。"
-)
+if ocr_plan is None:
+    print("没有引擎，跳过这一格。")
+else:
+    ocr_apart = np.array([distance(ocr_got[name], ocr_want[name]) for name in ocr_names])
+    fig, ax = plt.subplots()
+    ax.semilogy(np.maximum(ocr_apart, 1e-9), marker="o")
+    ax.axhline(UNIT["tf32"], color="#777777", linewidth=0.8, linestyle="--")
+    ax.annotate(r"$u$，TF32", (0, UNIT["tf32"]), va="bottom", fontsize=8)
+    ax.set_xlabel("标出的中间张量（按模型里的顺序）")
+    ax.set_ylabel("与 ONNX Runtime 的距离")
+    ax.set_title(f"PP-OCRv4 {ocr_title}，逐层比较（{lab.gpu_name()}）")
+    plt.show()
+    jumps = np.maximum(ocr_apart[1:], 1e-9) / np.maximum(ocr_apart[:-1], 1e-9)
+    furthest = float(ocr_apart.max())
+    lab.say(
+        f"最大的距离 {furthest:.1e}，是 TF32 的 $u$ 的 {furthest / UNIT['tf32']:.2g} 倍；相邻两个之间最多涨 {jumps.max():.1f} 倍，在 `{ocr_names[1 + int(jumps.argmax())]}`。"
+        + ("比 TF32 的舍入小得多：这里选中的策略大多没有用 TF32。" if furthest < UNIT["tf32"] / 20 else "和 TF32 的舍入一层层积累起来的大小相当。" if furthest < 100 * UNIT["tf32"] else "比舍入大得多，值得往下查。")
+    )
 
 # %% [markdown]
-# 两条线的高低就是 TF32 和 FP32 的区别。**哪条线够用，由任务决定**：识别文字，允许 TF32 也够；但拿它当标准答案去核对别的引擎，就该关掉 TF32。
-#
-# PP-OCR 里还有一个判断方向的小模型（cls，不到 1 MB）。导入它时，如果 Profile 里高和宽也是范围，TensorRT 10.6 会拒绝，
-# 说约束互相矛盾。ONNX 里写着 `?`，不等于那一维真的能变；它的 Profile 要固定成 3×48×192。
+# 距离多大算够用，**由任务决定**：识别文字，允许 TF32 也常常够；但拿引擎当标准答案去核对别的引擎，就该关掉 TF32（`clear_flag`）再造一个。
 #
 # ## 导入的网络，捕获成图
 #
@@ -898,32 +940,45 @@ lab.say(
 # 把刚才的引擎捕获成图（上下文先预热一次，捕获里不能做第一次入队才做的事），与逐次入队比：
 
 # %% tags=["demo", "gpu"]
-ocr_engine = naive_load(ocr_plan32)
-ocr_context = ocr_engine.create_execution_context()
-assert ocr_context.set_input_shape(ocr_input.name, OCR["shape"])
-ocr_buffers = {}
-with stream:
-    for i in range(ocr_engine.num_io_tensors):
-        name = ocr_engine.get_tensor_name(i)
-        ocr_buffers[name] = cp.zeros(tuple(ocr_context.get_tensor_shape(name)), trt.nptype(ocr_engine.get_tensor_dtype(name)))
-        assert ocr_context.set_tensor_address(name, ocr_buffers[name].data.ptr)
-assert ocr_context.execute_async_v3(stream.ptr)
-stream.synchronize()
-stream.begin_capture()
-try:
-    captured_ok = ocr_context.execute_async_v3(stream.ptr)
-finally:
-    ocr_graph = stream.end_capture()
-assert captured_ok
+def captured_enqueue(context):
+    """Capture one enqueue on `stream`. Returns (cupy.cuda.Graph or None, why there is none)."""
+    stream.begin_capture()
+    try:
+        queued = context.execute_async_v3(stream.ptr)
+    finally:
+        graph = stream.end_capture()
+    return (graph, "") if queued else (None, "；".join(lab.trt_errors()))
 
-works = (partial(ocr_context.execute_async_v3, stream.ptr), partial(ocr_graph.launch, stream))
-submit, total = (lab.compare_us(*works, clock=clock) for clock in ("submit", "end_to_end"))
-lab.say(
-    lab.table(
-        ("PP-OCRv4 识别模型，48×320，标了中间张量", "CPU 提交 µs", "端到端 µs"),
-        [("逐次入队", f"{submit.first.median:.0f}", f"{total.first.median:.0f}"), ("图", f"{submit.second.median:.1f}", f"{total.second.median:.0f}")],
-    )
-)
+
+if ocr_plan is None:
+    print("没有引擎，跳过这一格。")
+else:
+    ocr_engine = naive_load(ocr_plan)
+    ocr_context = ocr_engine.create_execution_context()
+    ready = ocr_context.set_input_shape(ocr_input, ocr_shape)
+    ocr_buffers = {}
+    with stream:
+        for i in range(ocr_engine.num_io_tensors):
+            name = ocr_engine.get_tensor_name(i)
+            ocr_buffers[name] = cp.zeros(tuple(ocr_context.get_tensor_shape(name)), trt.nptype(ocr_engine.get_tensor_dtype(name)))
+            ready = ocr_context.set_tensor_address(name, ocr_buffers[name].data.ptr) and ready
+    ready = ready and ocr_context.execute_async_v3(stream.ptr)
+    stream.synchronize()
+    try:
+        ocr_graph, why_not = captured_enqueue(ocr_context) if ready else (None, "预热没有成功")
+    except cp.cuda.runtime.CUDARuntimeError as error:  # something in it may not be captured
+        ocr_graph, why_not = None, str(error)
+    if ocr_graph is None:
+        print("这个引擎没有捕获成功：", why_not)
+    else:
+        works = (partial(ocr_context.execute_async_v3, stream.ptr), partial(ocr_graph.launch, stream))
+        submit, total = (lab.compare_us(*works, clock=clock) for clock in ("submit", "end_to_end"))
+        lab.say(
+            lab.table(
+                (f"PP-OCRv4 {ocr_title}，标了中间张量", "CPU 提交 µs", "端到端 µs"),
+                [("逐次入队", f"{submit.first.median:.0f}", f"{total.first.median:.0f}"), ("图", f"{submit.second.median:.1f}", f"{total.second.median:.0f}")],
+            )
+        )
 
 # %% [markdown]
 # ## 练习
@@ -933,7 +988,7 @@ lab.say(
 # - 模块与工具：`np`、`cp`、`trt`、`onnx`、`ort`、`helper`、`numpy_helper`、`TensorProto`、`partial`、`lab`；
 # - 常量与流：`STRONG`、`LEVEL`、`UNIT`、`stream`；
 # - 函数：`chain`、`pair_sum`、`model_of`、`naive_import`、`naive_load`、`run_plan`、`ort_values`、`run_marked`、`distance`、`branched`、`plant`、`tf32`；
-# - 练习里再给出的 `ImportFailed`、`PARTS`、`Replayer`、`launch_feedback` 等。
+# - 练习里再给出的 `ImportFailed`、`PARTS`、`MIXES`、`Replayer`、`launch_feedback` 等。
 #
 # 其余的名字来自演示单元（只做实验，评分时不运行），解答里不能用。
 #
@@ -1082,7 +1137,7 @@ def stops(model, shapes, stage, words, why):
 model = reference.chain(["MatMul", "Relu"])
 rows = np.linspace(-1, 1, 80, dtype=np.float32).reshape(5, 16)
 plan = student.import_onnx(model, ROWS)
-check.equal(student.run_plan(plan, {"x": rows})["y"], reference.ort_values(model, {"x": rows})["y"], rel=2e-3, abs=2e-3, why="没有毛病的模型，导入以后结果不对。")
+check.equal(student.run_plan(plan, {"x": rows})["y"], reference.ort_values(model, {"x": rows})["y"], rel=0.02, abs=0.02, why="没有毛病的模型，导入以后结果不对。")
 stops(b"this is not a model", None, "解析", (), "文件坏了，parse 会返回 False。")
 odd = reference.chain(["MatMul", "Swirl", "Wobble"], ["first", "swirl_1", "wobble_2"])
 stops(odd, ROWS, "解析", parser_names(odd), "解析器可能报好几个错误，请把每一个的节点名字都写进 reasons。")
@@ -1114,7 +1169,7 @@ for wrong, why in (
 stops(pair, {first: ((3, 16),) * 3, second: ((5, 16),) * 3}, "构建", (), "范围本身都合法，两个输入却加不起来：构建返回 None。")
 rows = secret.normal(size=(int(secret.integers(1, 9)), 16)).astype(np.float32)
 plan = student.import_onnx(sound, ROWS)
-check.equal(student.run_plan(plan, {"x": rows})["y"], reference.ort_values(sound, {"x": rows})["y"], rel=2e-3, abs=2e-3, why="失败了许多次以后，再导入一个好模型，结果不对。")
+check.equal(student.run_plan(plan, {"x": rows})["y"], reference.ort_values(sound, {"x": rows})["y"], rel=0.02, abs=0.02, why="失败了许多次以后，再导入一个好模型，结果不对。")
 fixed = reference.chain(["MatMul"], rows=int(secret.integers(2, 6)))
 check.that(isinstance(student.import_onnx(fixed), bytes), why="静态的模型不需要 shapes，应当直接得到计划文件（bytes）。")
 ### END HIDDEN TESTS
@@ -1244,8 +1299,9 @@ judge(large, (secret.normal(size=(40, 5)) / 16).astype(np.float16), "fp16", "fp1
 # 写 `find_fault(model, x, probe)`：
 #
 # - `model` 是正确的 ONNX 模型（字节，一个输入、一个输出，静态），`x` 是输入的数据（NumPy）；
-# - `probe(names)` 交出被怀疑的引擎里这几个张量的值：`{名字: NumPy 数组}`。它每次都要标输出、重新构建，所以有预算：
-#   **一次最多给 2 个名字，一共最多调用 10 次**，超过就抛异常。输入 `x` 已经在里面，不用再给；
+# - `probe(names)` 交出被怀疑的引擎里这几个张量的值：`{名字: NumPy 数组}`。大模型里问一次就要重新标输出、构建一次，所以有预算：
+#   **一次最多给 2 个名字，一共最多调用 10 次**，超过就抛异常。输入 `x` 已经在里面，不用再给
+#   （评分用的模型小，为了省时间，事先用 `run_marked` 全部标出、只构建一次；预算照算）；
 # - 返回出错的**节点的名字**：自己的输出不对、所有输入都对的那一个。整个模型最多有一个这样的节点；如果最后的输出没有问题，返回 `None`。
 #
 # “不对”的意思：给定的 `distance(得到的, ONNX Runtime 的)` **不在** `PARTS` 以内。模型有分叉，节点有 30～50 个；
@@ -1303,8 +1359,9 @@ def find_fault(model, x, probe):
 
 # %% test="find_fault" kind="structure" points=3 tags=["gpu"]
 PROBE = """
-def make_probe(run_marked, model, x, most_names, most_calls):
+def make_probe(run_marked, model, x, tensors, most_names, most_calls):
     left = [most_calls]
+    values = run_marked(model, {"x": x}, tensors)
 
     def probe(names):
         names = list(names)
@@ -1313,18 +1370,24 @@ def make_probe(run_marked, model, x, most_names, most_calls):
         if not left[0]:
             raise RuntimeError(f"probe 的预算用完了：一共只能调用 {most_calls} 次。")
         left[0] -= 1
-        return run_marked(model, {"x": x}, names)
+        return {name: values[name].copy() for name in names}
 
     return probe
 """
+TENSORS = """
+def tensors(model):
+    import onnx
+    return [node.output[0] for node in onnx.load_from_string(model).graph.node]
+"""
 make_probe, marking = student.define(PROBE, "make_probe"), student.value("run_marked")
+tensors = reference.define(TENSORS, "tensors")
 
 
 def found(model, name, seed, why):
     """The learner's answer for a fault planted in the node of that name must be that name."""
     x = secret.normal(size=(4, 32)).astype(np.float32)
     suspected = model if name is None else reference.plant(model, name, seed)
-    got = student.find_fault(model, x, make_probe(marking, suspected, x, 2, 10))
+    got = student.find_fault(model, x, make_probe(marking, suspected, x, tensors(model), 2, 10))
     check.that(got == name, why=why)
 
 
@@ -1346,10 +1409,11 @@ for name, why in (
 # %% [markdown]
 # ### 练习四：把导入的网络录成图（3 分）
 #
-# 这道题的网络由 `integer_net` 造出来，通过 ONNX 导入：24 层，每层一次矩阵乘法、取绝对值、加一个常数，再折回 −8～7。
+# 这道题的网络由 `integer_net` 造出来，通过 ONNX 导入：16 层，每层一次矩阵乘法、取绝对值、加一个常数，再折回 −8～7。
 # 所有的数都是小整数，FP32、TF32、FP16 都能精确表示，所以无论选中哪种策略，结果都必须**逐位**正确。
 #
-# 每一步做两件事：推理 `x → y`，然后 `launch_feedback(x, y)` 把 `y` 搅回 `x`，好让下一步的输入不同。
+# 每一步做两件事：推理 `x → y`，然后 `launch_feedback(x, y)` 做后处理，把 `y` 搅回 `x`，好让下一步的输入不同。
+# 后处理是一串小内核（`MIXES` 次启动），真实的流水线里，解码、筛选、归一化也常常是这样。
 # 给定的 `Eager` 逐次做这两件事。你来写 `make_replayer(engine, x, y)`，把一步捕获成图，返回给定的 `Replayer`：
 #
 # - 张量的名字从引擎里问，别写死；网络只有一个输入、一个输出，形状都是静态的；
@@ -1359,6 +1423,9 @@ for name, why in (
 # - 快：按端到端时间（最后做一次设备同步），达到 `Eager` 的 1.5 倍；参考实现在这台机器上快得不多时，门槛降到它的加速比的一半，但不低于 1.2 倍。
 
 # %%
+MIXES = 24  # launches in launch_feedback
+
+
 def integer_weights(layers, width=64, seed=0):
     """Weights for `integer_net`: list of (width × width float32 matrix of −1, 0 and 1, a small constant)."""
     random = np.random.default_rng(seed)
@@ -1377,7 +1444,8 @@ def stepped(weights, x, steps):
         y = state
         for matrix, constant in weights:
             y = fold(np.abs(y @ matrix.astype(np.float64)) + constant)
-        state = fold(state + y + 3)
+        for i in range(MIXES):
+            state = fold(state + np.roll(y.ravel(), -37 * i).reshape(y.shape) + 3)
     return (state + 0.0).astype(np.float32)
 
 
@@ -1407,10 +1475,10 @@ def integer_net(weights, rows=4, names=("x", "y")):
 
 FEEDBACK = cp.RawKernel(
     r"""
-extern "C" __global__ void feedback(float *x, const float *y, unsigned int size) {
+extern "C" __global__ void feedback(float *x, const float *y, unsigned int shift, unsigned int size) {
     unsigned int t = blockIdx.x * blockDim.x + threadIdx.x;
     if (t >= size) return;
-    float v = x[t] + y[t] + 3.0f;
+    float v = x[t] + y[(t + shift) % size] + 3.0f;
     x[t] = v - 16.0f * floorf(v / 16.0f) - 8.0f;
 }
 """,
@@ -1419,9 +1487,13 @@ extern "C" __global__ void feedback(float *x, const float *y, unsigned int size)
 
 
 def launch_feedback(x, y):
-    """Launch x = fold(x + y + 3) (cupy float32, same shape), on `stream`. Returns at once."""
+    """Launch x = fold(x + y, shifted by 37·i elements, + 3) for i = 0 … MIXES − 1, on `stream`. Returns at once.
+
+    x, y: cupy float32, of one shape.
+    """
     with stream:
-        FEEDBACK((-(-x.size // 256),), (256,), (x, y, np.uint32(x.size)))
+        for i in range(MIXES):
+            FEEDBACK((-(-x.size // 256),), (256,), (x, y, np.uint32(37 * i), np.uint32(x.size)))
 
 
 class Eager:
@@ -1462,8 +1534,8 @@ class Replayer:
 
 # The first launch of a kernel loads its code, which may be refused while a stream is capturing: warm up.
 with stream:
-    warm = cp.zeros(256, cp.float32)
-launch_feedback(warm, warm)
+    warm = cp.zeros((2, 256), cp.float32)
+launch_feedback(warm[0], warm[1])
 stream.synchronize()
 
 # %% [markdown]
@@ -1533,7 +1605,7 @@ start = np.random.default_rng(8).integers(-8, 8, (4, 64)).astype(np.float32)
 x, y = on_gpu(start), on_gpu(np.zeros((4, 64), np.float32))
 replay = student.make_replayer(engine, x, y)
 check.equal(x.read(), start, why="建图的时候 x 就变了。预热只该入队一次，不该带上 launch_feedback；捕获期间的启动不会执行。")
-check.nodes(replay.get("captured"), kernels=(2, None), why="图里至少该有引擎的内核和 feedback。两者都在捕获之中、都在 stream 上吗？")
+check.nodes(replay.get("captured"), kernels=(1 + reference.value("MIXES"), None), why="图里至少该有引擎的内核和 feedback 的每一次启动。两者都在捕获之中、都在 stream 上吗？")
 replay.run(1)
 check.equal(x.read(), reference.stepped(weights, start, 1), abs=0.5, why="重放一步的结果不对。一步是先推理、再 launch_feedback。")
 check.raises("TypeError", student.make_replayer, engine, np.zeros((4, 64), np.float32), y, why="x 是 NumPy 数组，它的地址不在 GPU 上，应当抛出 TypeError。")
@@ -1608,7 +1680,7 @@ for _ in range(3):
 ### END HIDDEN TESTS
 
 # %% test="make_replayer_speed" kind="speedup" points=2 tags=["gpu"]
-weights = reference.integer_weights(24, seed=2)
+weights = reference.integer_weights(16, seed=2)
 plan = reference.naive_import(reference.integer_net(weights))
 engine, own = student.naive_load(plan), reference.naive_load(plan)
 start = secret.integers(-8, 8, (4, 64)).astype(np.float32)
@@ -1636,7 +1708,7 @@ check.equal(x.read(), reference.stepped(weights, state, runs), abs=0.5, why="计
 # %% [markdown] tags=["instructor"]
 # 给教师：练习一的隐藏测试用随机的节点名和输入名，并在参考进程里问解析器到底报了几个错，所以“只写第一个错误”过不去；
 # 练习二的三类隐藏矩阵分别抓“只用 |y|”“整个矩阵一个数”“最坏的界”，还有 FP16 平方溢出；
-# 练习三的 `probe` 由测试提供并计数，逐个问或按顺序二分都会失败；练习四用假引擎让入队返回 False，并要求逐位正确。
+# 练习三的 `probe` 由测试提供并计数（引擎只构建一次，全部标出），逐个问或按顺序二分都会失败；练习四用假引擎让入队返回 False，并要求逐位正确。
 
 # %% [markdown]
 # ## 小结
@@ -1644,7 +1716,7 @@ check.equal(x.read(), reference.stepped(weights, state, runs), abs=0.5, why="计
 # | 以前的说法 | 实验以后的说法 |
 # |:--|:--|
 # | 导入失败会抛异常 | TensorRT 靠返回值说话：`False`、`None`、−1；原因在解析器和日志里，要当场取出来 |
-# | 一次报一个错 | 解析器可以一次报好几个，异常也应当一次说全 |
+# | 一次报一个错 | 解析器可能一次报好几个，异常也应当一次说全 |
 # | opset 只是个版本号 | 同一个算子在不同 opset 里意思可能不同，改数字就是改模型 |
 # | INT32 和 INT64 差不多 | 引擎按自己的类型读内存，给错了不报错；类型问引擎 |
 # | `rtol=1e-3` 总没错 | 误差跟着各项的平方和走，不跟着 $\lvert y \rvert$ 走；TF32、FP16 各有各的 $u$ |
