@@ -197,6 +197,18 @@ def test_stray_end_of_region_is_refused(mini):
         build.build(mini)
 
 
+@pytest.mark.parametrize("comprehension", ["[{0} for {0} in ()]", "{{{0} for {0} in ()}}", "{{{0}: {0} for {0} in ()}}", "list({0} for {0} in ())"])
+def test_names_of_a_comprehension_are_its_own(comprehension):
+    """Python 3.12 counts them to the scope around, 3.11 does not: here neither does."""
+    cells = '# %% tags=["demo"]\n' + comprehension.format("value") + "\n\n# %%\nkept = "
+    assert not [text for text in rules.problems(source.parse(cells + "student.value('kept')\n"), 0) if "demo" in text]
+    assert not [text for text in rules.problems(source.parse(cells + comprehension.format("value") + "\n"), 0) if "demo" in text]
+    # A name that a demo cell really binds, in a comprehension too, stays one that the exam lacks.
+    for binding in ("value = 1", "[value := 1 for _ in ()]"):
+        nb = source.parse(cells.replace("\n", f"\n{binding}\n", 1) + "value\n")
+        assert [text for text in rules.problems(nb, 0) if "用到的 value 只在演示单元" in text]
+
+
 def test_names_know_scopes():
     nb = source.parse(
         '# %% tags=["demo"]\nx = 1\nfor rows in []: pass\n\n# %%\ndef f(x):\n    return [rows for rows in x]\n\n# %%\nclass A:\n    y = x\n'

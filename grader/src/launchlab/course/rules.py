@@ -118,21 +118,69 @@ class _Names:
     """The global names that one cell's code defines, and those it uses (also as ``student.NAME``)."""
 
     def __init__(self, source: str):
-        top = symtable.symtable(source, "<cell>", "exec")
-        self.defined = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
-        self.used = {s.get_name() for s in top.get_symbols() if s.is_referenced()}
-        inner = list(top.get_children())
+        tree, outermost = ast.parse(source), _Outermost()
+        outermost.visit(tree)
+        self.defined, self.used = outermost.bound, outermost.read
+        inner = list(symtable.symtable(source, "<cell>", "exec").get_children())
         while inner:
             table = inner.pop()
             inner += table.get_children()
             self.used |= {s.get_name() for s in table.get_symbols() if s.is_global() and s.is_referenced()}
             self.defined |= {s.get_name() for s in table.get_symbols() if s.is_declared_global() and s.is_assigned()}
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(tree):
             match node:
                 case ast.Call(func=ast.Attribute(ast.Name("student" | "reference"), "value"), args=[ast.Constant(str(name))]):
                     self.used.add(name)
-                case ast.Attribute(ast.Name("student" | "reference"), name):
+                case ast.Attribute(ast.Name("student" | "reference"), name) if name not in ("value", "define"):
                     self.used.add(name)
+
+
+class _Outermost(ast.NodeVisitor):
+    """Names that a cell binds and reads outside of functions and classes; those of a comprehension are its own.
+
+    symtable does not tell: from Python 3.12 on it counts the names of a comprehension to the scope around.
+    """
+
+    def __init__(self) -> None:
+        self.bound: set[str] = set()
+        self.read: set[str] = set()
+        self._own: list[set[str]] = []
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if not any(node.id in names for names in self._own):
+            (self.read if isinstance(node.ctx, ast.Load) else self.bound).add(node.id)
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
+        self.bound.add(node.target.id)
+        self.visit(node.value)
+
+    def visit_comprehension_of(self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) -> None:
+        targets = (name for part in node.generators for name in ast.walk(part.target) if isinstance(name, ast.Name))
+        self._own.append({name.id for name in targets})
+        self.generic_visit(node)
+        self._own.pop()
+
+    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_comprehension_of
+
+    def visit_definition(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
+        self.bound.add(node.name)
+        outside = [*node.decorator_list, *(node.bases if isinstance(node, ast.ClassDef) else [node.args])]
+        outside += node.keywords if isinstance(node, ast.ClassDef) else [node.returns] if node.returns else []
+        for part in outside:
+            self.visit(part)
+
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = visit_definition
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        self.visit(node.args)
+
+    def visit_alias(self, node: ast.alias) -> None:
+        self.bound.add((node.asname or node.name).partition(".")[0])
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
+        if node.name:
+            self.bound.add(node.name)
+        self.generic_visit(node)
 
 
 def _headings(nb: NotebookNode) -> Iterator[str]:
