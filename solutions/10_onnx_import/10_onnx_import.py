@@ -39,7 +39,8 @@ lab.here()
 # - **节点（node）**：每个节点是一个算子（operator），有名字、输入和输出。数据靠**张量的名字**接起来，不靠指针；
 # - **初始值（initializer）**：权重，也是有名字的张量；
 # - **图的输入和输出**：名字、类型、形状。形状里可以有一个名字（如 `N`），那就是动态维度；
-# - **opset**：算子的版本号。同一个名字的算子，在不同的 opset 里意思可能不同。
+# - **opset**：算子的版本号。同一个名字的算子，在不同的 opset 里意思可能不同。算子分属不同的域（domain），每个域各有一个版本号；
+#   ONNX 自带的算子属于默认域。
 #
 # 先导入要用的库，做好一条流。构建大多用优化级别（`builder_optimization_level`）1，只试几个策略（tactic）：
 # 这一章关心的是对不对，不是哪个策略最快；级别越低，构建越快。
@@ -140,7 +141,8 @@ def pair_sum(first="a", second="b", width=16):
 # %% [markdown]
 # ## 导入：五行代码，五处可能失败
 #
-# 网上常见的导入代码大致是下面的 `naive_import`：建网络、解析、给动态输入一个优化 Profile（optimization profile）、构建。
+# 网上常见的导入代码大致是下面的 `naive_import`：建网络、解析、给动态输入一个优化 Profile
+# （optimization profile：每个动态输入最小、最常用、最大各是什么形状）、构建。
 # 它有一个毛病：**每一步的返回值都没有看**。模型没问题的时候，它工作得很好，后面的实验就用它。
 #
 # 其中 `lab.trt_logger()` 是课程的日志器，TensorRT 报错时打印一行；`lab.build_progress()` 显示构建进度；
@@ -219,7 +221,8 @@ def ort_values(model, feeds, names=None):
 
 
 # %% [markdown]
-# 先走一遍顺利的路：导入、运行，再请 ONNX Runtime 也算一遍。
+# 先走一遍顺利的路：导入、运行，再请 ONNX Runtime 也算一遍。它是另一个独立的运行时，能直接执行 ONNX 文件；
+# 这里让它在 CPU 上用 FP32 算，关掉自己的优化，当作第二意见。
 
 # %% tags=["demo", "gpu"]
 good = chain(["MatMul", "Relu", "MatMul", "Tanh"])
@@ -1008,8 +1011,9 @@ else:
 # | `"构建"` | 构建没有给出计划文件 | TensorRT 的错误（`lab.trt_errors()`） |
 # | `"载入"` | 载入没有给出引擎 | 同上 |
 #
-# `shapes` 是 `{输入名: (min, opt, max)}`。对不上的情形有五种，请在构建之前自己查出来：动态的输入没有给范围；没有这个名字的输入；
-# 维数不对；不满足 min ≤ opt ≤ max；网络里写死的维给了别的数。静态的输入可以不给。
+# `shapes` 是 `{输入名: (min, opt, max)}`，三者各是一个形状。对不上的情形有五种，请在构建之前自己查出来：动态的输入没有给范围；
+# 没有这个名字的输入；三个形状里有一个维数不对；有一维不满足 min ≤ opt ≤ max；网络里写死的维，三个形状里有一个给了别的数。
+# 静态的输入可以不给；给了，也照样要对得上。单看每个输入都合法、合在一起才矛盾的（如前面的“范围对不上”），留给构建去发现。
 
 # %% tags=["gpu"]
 class ImportFailed(RuntimeError):
@@ -1129,9 +1133,10 @@ ROWS = {"x": ((1, 16), (4, 16), (8, 16))}
 def stops(model, shapes, stage, words, why):
     """The import must stop at a stage, with all the words in the exception's text."""
     bases, said, text = told(importing, model, shapes)
-    check.that("ImportFailed" in bases, why=f"导入本该失败，却没有抛出 ImportFailed。{why}")
-    check.that(said == stage, why=f"ImportFailed 说错了停在哪一步。{why}")
-    check.that(all(word in text for word in words), why=f"异常里没有把原因说全。{why}")
+    came = f"抛出的却是 {bases[0]}" if bases else "却没有抛出异常"
+    check.that("ImportFailed" in bases, why=f"导入应当失败，抛出 ImportFailed，{came}。{why}")
+    check.that(said == stage, why=f"stage 应当是“{stage}”，异常说的是“{said}”。{why}")
+    check.that(all(word in text for word in words), why=f"stage 对了，reasons 里的名字不全。{why}")
 
 
 model = reference.chain(["MatMul", "Relu"])
@@ -1204,7 +1209,7 @@ check.equal(loaded(loading, plan), ["ICudaEngine", 2], why="失败以后再载�
 # - `"fp16"`：输入**已经是** FP16 的数（`a`、`b` 就是 `float16` 数组），乘积精确，用 FP32 累加，结果最后舍入成 FP16。
 #
 # 评分不看公式，看两件事：用 NumPy 老老实实模拟出来的结果，**每个元素**都要在容差以内；
-# 而一个元素偏了一点（TF32、FP16 偏 0.02 个 $S$，FP32 偏 0.0005 个 $S$），**必须**超出容差。
+# 而一个元素偏了一点（TF32、FP16 偏 0.02 个 $S$，FP32 偏 0.0005 个 $S$），**必须**超出容差。$S$ 是前面说的 $\sqrt{\sum (a_k b_k)^2}$，每个元素各有一个。
 # K 从几十到 4096，同一个矩阵里各行的大小可能差一千倍。不需要 GPU。
 
 # %% [markdown]
@@ -1218,7 +1223,7 @@ check.equal(loaded(loading, plan), ["ICudaEngine", 2], why="失败以后再载�
 # <details><summary>提示二：用到的 API</summary>
 #
 # 先 `a.astype(np.float64)`，再算。$S$ 是“平方后的矩阵乘法”再开方：`np.sqrt(…)` 和 `@`。$u$ 在给定的 `UNIT` 里，K 是 `a.shape[1]`。
-# 余地取 4～8 倍都行，但别用 `np.abs(a) @ np.abs(b)` 那样的最坏界。
+# 输入和累加的余地取 4～8 倍都行；结果只舍入一次，误差不超过 $u_{16}\,|y|$，1～4 倍就够。别用 `np.abs(a) @ np.abs(b)` 那样的最坏界。
 #
 # </details>
 
@@ -1268,8 +1273,8 @@ def judge(a, b, precision, where):
     check.that(shaped, why="tolerance 要返回 M×N 的浮点数组，一个元素一个容差。")
     check.that(bool(np.all(np.isfinite(limit))), why=f"{where}：容差里有无穷大或 NaN。float16 的数平方以后还装得下吗？")
     error = np.abs(honest(a, b, precision).astype(np.float64) - exact)
-    check.that(bool(np.all(error <= limit)), why=f"{where}：太紧了，老老实实算出来的结果也被打回。误差跟着 |y| 走吗？累加、输入、结果的舍入都算进去了吗？")
-    check.that(bool(np.all(FAULT[precision] * spread > limit)), why=f"{where}：太松了，偏了一点的结果也能溜过去。整个矩阵用了一个数，还是用了最坏的界？")
+    check.that(bool(np.all(error <= limit)), why=f"{where}：太紧了，老老实实算出来的结果也被打回。误差只跟着 |y| 走吗？输入、累加、结果的舍入，这种精度里有的都算进去了吗？")
+    check.that(bool(np.all(FAULT[precision] * spread > limit)), why=f"{where}：太松了，偏了一点的结果也能溜过去。整个矩阵用了一个数，用了最坏的界，算进了这种精度里没有的舍入，还是余地留得太多？")
 
 
 draw = np.random.default_rng(7)
@@ -1300,8 +1305,9 @@ judge(large, (secret.normal(size=(40, 5)) / 16).astype(np.float16), "fp16", "fp1
 #
 # - `model` 是正确的 ONNX 模型（字节，一个输入、一个输出，静态），`x` 是输入的数据（NumPy）；
 # - `probe(names)` 交出被怀疑的引擎里这几个张量的值：`{名字: NumPy 数组}`。大模型里问一次就要重新标输出、构建一次，所以有预算：
-#   **一次最多给 2 个名字，一共最多调用 10 次**，超过就抛异常。输入 `x` 已经在里面，不用再给
+#   **一次最多给 2 个名字，一共最多调用 10 次**，超过就抛异常。喂给引擎的就是 `x`，不用再给
 #   （评分用的模型小，为了省时间，事先用 `run_marked` 全部标出、只构建一次；预算照算）；
+# - `probe` 认的是**张量**的名字（`node.output[0]`，每个节点只有一个输出），不是节点的名字；两者可能不同，比如最后一个张量叫 `y`；
 # - 返回出错的**节点的名字**：自己的输出不对、所有输入都对的那一个。整个模型最多有一个这样的节点；如果最后的输出没有问题，返回 `None`。
 #
 # “不对”的意思：给定的 `distance(得到的, ONNX Runtime 的)` **不在** `PARTS` 以内。模型有分叉，节点有 30～50 个；
@@ -1313,16 +1319,16 @@ PARTS = 1e-3  # distance beyond which a tensor is wrong: far above rounding in F
 # %% [markdown]
 # <details><summary>提示一：想一想</summary>
 #
-# 维护一个“嫌疑节点”的集合，一开始是最后的输出用到的全部节点。问一个张量：不对，嫌疑只剩它用到的（包括自己）；对，它用到的全部排除。
-# 问哪一个最划算？答案无论是对还是不对，剩下的嫌疑都差不多砍掉一半的那一个。
+# 维护一个“嫌疑节点”的集合，一开始是最后的输出用到的全部节点。问一个张量，答“不对”和答“对”，集合各变成什么（见上面的两条规则）？
+# 问哪一个最划算？它用到的节点占嫌疑的几成时，两种回答都让嫌疑少得差不多？一次只问一个名字，预算也够。
 # 顺序不能代替“用到”：排在中间的节点，未必用到排在它前面的。
 # 还有：NaN 和任何数比大小，结果都是什么？
 #
 # </details>
 # <details><summary>提示二：用到的 API</summary>
 #
-# `onnx.load_from_string(model).graph` 有 `node`（已按拓扑顺序排好）、`input`、`output`；节点有 `name`、`input`、`output`（都是张量名的列表）。
-# 从前往后扫一遍，每个节点“用到的集合”就是它自己加上它各个输入的制造者的集合：`set.union`。
+# `onnx.load_from_string(model).graph` 有 `node`（已按拓扑顺序排好：谁都排在自己用到的节点后面）、`input`、`output`；节点有 `name`、`input`、`output`（都是张量名的列表）。
+# 从前往后扫一遍，每个节点“用到的集合”就是它自己加上它各个输入的制造者的集合：`set.union`。缩小嫌疑用集合的 `&` 和 `-`。
 # `ort_values(model, {输入名: x}, names)` 一次给出正确的值。
 #
 # </details>
@@ -1364,7 +1370,12 @@ def make_probe(run_marked, model, x, tensors, most_names, most_calls):
     values = run_marked(model, {"x": x}, tensors)
 
     def probe(names):
+        if isinstance(names, str):
+            raise TypeError("probe 要的是一列名字；只问一个，也要写成 [名字]。")
         names = list(names)
+        unknown = [name for name in names if name not in values]
+        if unknown:
+            raise ValueError(f"模型里没有叫 {unknown[0]} 的张量。probe 要的是张量的名字（node.output[0]），不是节点的名字。")
         if len(names) > most_names:
             raise ValueError(f"probe 一次最多给 {most_names} 个名字，这次给了 {len(names)} 个。")
         if not left[0]:
@@ -1419,7 +1430,7 @@ for name, why in (
 # - 张量的名字从引擎里问，别写死；网络只有一个输入、一个输出，形状都是静态的；
 # - 先检查再动手：不是 `cupy.ndarray` 抛 `TypeError`；类型、形状和引擎说的不同，或内存不连续，抛 `ValueError`；这时 `x`、`y` 都不许动；
 # - 建图的时候 `x` 不能变（`y` 可以）；
-# - 任何一步返回 `False`，抛 `RuntimeError`；即使错在捕获中途，`stream` 也不能停在捕获状态；
+# - 任何一步返回 `False` 或 `None`，抛 `RuntimeError`；即使错在捕获中途，`stream` 也不能停在捕获状态；
 # - 快：按端到端时间（最后做一次设备同步），达到 `Eager` 的 1.5 倍；参考实现在这台机器上快得不多时，门槛降到它的加速比的一半，但不低于 1.2 倍。
 
 # %%
@@ -1615,7 +1626,7 @@ names = (f"in{secret.integers(10**6)}", f"out{secret.integers(10**6)}")
 weights = reference.integer_weights(int(secret.integers(3, 7)), width, int(secret.integers(10**6)))
 engine = student.naive_load(reference.naive_import(reference.integer_net(weights, rows, names)))
 x, y = on_gpu(np.zeros((rows, width), np.float32)), on_gpu(np.zeros((rows, width), np.float32))
-before = y.poison()
+y.poison()
 kept = y.read()
 state = x.read()
 for bad, error, why in (
