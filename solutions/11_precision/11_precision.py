@@ -140,7 +140,8 @@ print(f"FP32 累加器：4096 个 FP16 的 0.1 加成了 {np.full(4096, 0.1, np.
 # - `Runner`：反序列化一份计划，按名字绑定缓冲，入队（enqueue）。它先检查再启动，错的输入一概不碰输出。
 #
 # `trt.Weights` 不复制数据，只记地址，所以 `Draft` 要把数组留到构建完成。`lab.trt_logger()`、`lab.build_progress()` 和
-# `lab.timing_cache(config)` 是课程给的日志、进度和计时缓存（timing cache），前一章和后一章分别讲它们。
+# `lab.timing_cache(config)` 是课程给的日志、进度和计时缓存（timing cache），
+# 《构建第一个 TensorRT 引擎》和《构建的代价》分别讲它们。
 # 强类型网络里还管用的精度开关只剩 `trt.BuilderFlag.TF32`，默认开着；我们每次都明说要不要。
 # 构建的优化级别（`level`）默认取 1：少试几种策略，构建快；这一章关心的是类型，不是最后几个百分点的速度。
 
@@ -282,7 +283,7 @@ except (RuntimeError, AttributeError) as error:  # AttributeError: where add_mat
 # 提醒一句：`build_serialized_network` 自己不抛异常，只返回 `None`；原因在日志里，`Draft.plan` 把两者接在了一起。
 #
 # 顺带记下另一句常见的原话：`could not find any implementation for node …`。它往往不是“不支持这个算子”，而是三种原因之一：
-# 这块 GPU 没有这种类型的内核（比如 7.5 上的 BF16）；工作区（workspace）的上限太小；或者上限比剩下的显存还大。先读完整的日志再下结论。
+# 这块 GPU 没有这种类型的内核（比如计算能力 7.5 的 GPU 上的 BF16）；工作区（workspace）的上限太小；或者上限比剩下的显存还大。先读完整的日志再下结论。
 #
 # 类型不一致的修法只有两种：让权重也是 FP16（`constant(w.astype(np.float16))`，转换在构建之前做完），或者给一边加一层 `add_cast`（转换在引擎里做）。
 #
@@ -346,7 +347,7 @@ lab.say("打开 TF32 的那个引擎" + ("真的丢了尾数：它用了 TF32。
 # %% [markdown]
 # ## 检视器：从里面看
 #
-# 外面看是物证，里面看是口供，两样都要。引擎检视器（engine inspector）会说出融合以后的每一层、每个张量的类型；
+# 外面看是物证，里面看是口供，两样都要。引擎检视器（engine inspector）会说出融合（fusion，几层并成一个内核）以后的每一层、每个张量的类型；
 # 前提是构建时 `config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED`（`Draft.plan` 里写了），否则它只肯说层名。
 
 # %% tags=["gpu"]
@@ -374,7 +375,7 @@ for name, plan in plans.items():
 # %% [markdown]
 # 读这张表要留意三件事：
 #
-# 1. 层名和网络里的不一样：相邻的层会被融合（fusion），`ReLU` 往往并进了矩阵乘，`cast` 也可能消失在邻居里；
+# 1. 层名和网络里的不一样：相邻的层会被融合，`ReLU` 往往并进了矩阵乘，`cast` 也可能消失在邻居里；
 # 2. 类型的写法随版本变（`Half`、`FP16`、`Row major linear FP16 format`……），程序里要认词，别比整句；
 # 3. 权重存成 FP16，权重那一部分就只有一半大。计划里还装着内核，所以小网络的计划未必小一半，大网络看得最清楚。
 
@@ -588,6 +589,7 @@ plt.show()
 #
 # 那**激活**里有离群通道怎么办？矩阵乘沿着这个方向累加，刻度提不到外面，所以激活不能每通道一个刻度。
 # 但有一条等价的路：$x w = (x / f)(f w)$，把 $x$ 的第 $k$ 列除以 $f_k$，同时把 $w$ 的第 $k$ 行乘以 $f_k$，难量化的部分就**挪到了权重里**。
+# 下面取 $f_k = \sqrt{\max|x_{:,k}| \,/\, \max|w_{k,:}|}$：$x$ 的第 $k$ 列和 $w$ 的第 $k$ 行的最大绝对值于是一样大，难处两边各担一半。
 
 # %% tags=["demo"]
 w, x = (rng.normal(size=shape).astype(np.float32) for shape in ((256, 64), (128, 256)))
@@ -602,7 +604,7 @@ def int8_error(x, w):
 
 
 factor = np.sqrt(np.abs(x).max(axis=0) / np.abs(w).max(axis=1))
-lab.say(f"激活里有一个 100 倍的离群通道：直接量化，误差 {int8_error(x, w):.1%}；先挪一半到权重里，误差 {int8_error(x / factor, w * factor[:, None]):.1%}。", measured=False)
+lab.say(f"激活里有一个 100 倍的离群通道：直接量化，误差 {int8_error(x, w):.1%}；按上面的 $f$ 挪一半到权重里，误差 {int8_error(x / factor, w * factor[:, None]):.1%}。", measured=False)
 
 # %% [markdown]
 # 再到引擎里看一眼 Q/DQ 怎么写。要点有四个：
@@ -727,7 +729,7 @@ plt.show()
 # 3. 归一化的每一层都在 FLOAT 里做：行里有上千的数时也不许溢出；
 # 4. 和 float64 的结果相差不超过 0.05（`y` 的大小约为 1；有几次 $2^{-11}$ 的舍入，矩阵乘还可能用 16 位累加，0.05 留足了余量）。
 #
-# 评分时看网络里写的类型，用极小和很大的数从外面验指纹，也听检视器的口供：参考答案的引擎里看得见 FP16，你的也应当看得见。
+# 评分看三样：网络里写的类型；用极小和很大的数从外面验的指纹；检视器的口供（参考答案的引擎里看得见 FP16 时，你的也应当看得见）。
 
 # %% tags=["gpu"]
 EPS = 1e-20  # keeps a row of zeros from 0 / 0; FP16 could not even store it
@@ -804,11 +806,11 @@ def types(draft):
             found["products"] += read
         elif layer.type in (trt.LayerType.ELEMENTWISE, trt.LayerType.REDUCE, trt.LayerType.UNARY):
             found["norm"] += read
-    found["ends"] = [network.get_input(0).dtype.name, network.get_output(0).dtype.name]
+    ends = [network.get_input(i) for i in range(network.num_inputs)] + [network.get_output(i) for i in range(network.num_outputs)]
+    found["ends"] = [tensor.dtype.name for tensor in ends]
     return found
 """
 INSPECT = """
-import json
 import tensorrt as trt
 from launchlab import lab
 
@@ -821,8 +823,9 @@ rng = np.random.default_rng(2)
 w1, w2 = (rng.normal(0, 1 / np.sqrt(n), (n, p)).astype(np.float32) for n, p in ((64, 96), (96, 32)))
 x = rng.normal(size=(16, 64)).astype(np.float32)
 draft = student.mixed_block(16, w1, w2)
+check.that(draft is not None, why="mixed_block 什么也没有返回。最后一行 return draft 写了吗？")
 types = student.define(TYPES, "types")(draft)
-check.equal(types["ends"], ["FLOAT", "FLOAT"], why="网络的输入 x 和输出 y 都应当是 FLOAT：调用者仍然用 FP32 的缓冲。输出之前有没有变回去？")
+check.equal(types["ends"], ["FLOAT", "FLOAT"], why="网络的输入 x 和输出 y 都应当是 FLOAT：调用者仍然用 FP32 的缓冲。输出之前有没有变回去？用 draft.output 标记了吗？")
 check.equal(types["products"], ["HALF"] * 4, why="两次矩阵乘的两个输入都应当是 HALF：权重存成 float16 了吗？归一化的结果有没有变回 HALF？")
 check.that("HALF" not in types["norm"] and len(types["norm"]) >= 6, why="归一化的每一层都应当在 FLOAT 里做。传给 rms_norm 的张量是什么类型？它就在那个类型里算。")
 plan = draft.plan()
@@ -879,12 +882,12 @@ for bad, error in ((on_gpu(x.astype(np.float16)), "TypeError"), (x, "TypeError")
 #
 # 1. 输入 `"x"` 是 FLOAT，形状 `rows × k`；输出 `"y"` 是 FLOAT；
 # 2. `x` 和 `w` 各经过一对 Q/DQ（INT8），DQ 的结果再做矩阵乘；
-# 3. 激活的刻度只有一个：标定数据 `samples` 的最大绝对值除以 127；
+# 3. 激活的刻度只有一个：标定数据（calibration data，专门用来选刻度的一批有代表性的输入）`samples` 的最大绝对值除以 127；
 # 4. 权重的刻度每列一个：该列的最大绝对值除以 127；
 # 5. 最大绝对值是 0 时，刻度用 1；
 # 6. 推理时的 `x` 可能比标定数据大：那就饱和，刻度不跟着变。
 #
-# 这样选刻度，只要 `x` 没有超出标定范围，误差就有一个**能证明**的上界（$s_x$、$s_j$ 是激活和第 $j$ 列的刻度）：
+# 这样选刻度，只要 `x` 没有超出标定范围，误差就有一个**能证明**的上界（$s_x$、$s_j$ 是激活和第 $j$ 列的刻度，$K$ 是内侧的长度）：
 #
 # $$|\hat y_{ij} - y_{ij}| \;\le\; \tfrac{s_x}{2} \sum_k |w_{kj}| + \tfrac{s_j}{2} \sum_k |x_{ik}| + \tfrac{K}{4} s_x s_j$$
 #
@@ -900,6 +903,7 @@ for bad, error in ((on_gpu(x.astype(np.float16)), "TypeError"), (x, "TypeError")
 # <details><summary>提示二：用到的 API</summary>
 #
 # `np.abs(w).max(axis=0)`；`np.where(条件, 甲, 乙)`。刻度用 `draft.constant(np.float32(...))` 变成张量：一个的是 0 维，多个的是一维。
+# 刻度要是 FP32：中途若成了 float64，`np.float32(...)` 正好把它变回来。
 # `layer = draft.network.add_quantize(tensor, scale, INT8)`，`layer.axis = 1`，`layer.get_output(0)`；
 # `add_dequantize(tensor, scale, FLOAT)` 同样有 `axis`。激活只有一个刻度，不用设 `axis`。
 #
@@ -979,13 +983,14 @@ w[:, 5] = 0
 samples = calibration(rng, 40, 64, 0.03)
 x = on_steps(rng, (32, 64), 0.03)
 draft = student.int8_linear(32, samples, w)
+check.that(draft is not None, why="int8_linear 什么也没有返回。最后一行 return draft 写了吗？")
 check.equal(student.define(PAIRS, "pairs")(draft), [2, 2, 1], why="网络里应当有两对 Q/DQ 和一次矩阵乘：激活一对，权重一对。")
 runner, out = student.Runner(draft.plan()), on_gpu(np.zeros((32, 32), np.float32))
 out.poison()
 runner.infer(on_gpu(x), out)
 got, (want, bound, slack) = out.read(), simulated(x, samples, w)
 check.that(bool(np.isfinite(got).all()), why="结果里有 NaN 或 inf。有没有一列权重全是 0，刻度也成了 0？")
-check.that(bool((np.abs(got - np.float64(x) @ w) <= bound).all()), why="误差超过了能证明的上界。权重是不是每列一个刻度？axis 是不是 1？")
+check.that(bool((np.abs(got - np.float64(x) @ w) <= bound).all()), why="误差超过了能证明的上界。权重是不是每列一个刻度，axis 是不是 1？求最大值之前取绝对值了吗？")
 check.that(bool((np.abs(got - want) <= slack).all()), why="误差在上界之内，却和 NumPy 的模拟不一致。激活的刻度是不是 samples 的最大绝对值除以 127？")
 ### BEGIN HIDDEN TESTS
 rows, k, n = (int(secret.integers(1, 4)) * 32 for _ in range(3))
@@ -1026,13 +1031,14 @@ check.that(bool((np.abs(got - want) <= slack).all()), why="超出标定范围的
 # 1. 输入 `"x"`、输出 `"y"` 仍是 FLOAT；
 # 2. 每一次矩阵乘和 `fold` 都在 HALF 里做；
 # 3. 整个网络里最多两层 `cast`；
-# 4. 4 层、1024 × 1024 时，比 `strict_chain`（关掉 TF32）快一倍以上。
+# 4. 4 层、1024 × 1024 时，速度是 `strict_chain`（关掉 TF32）的 2 倍以上。
 #
 # 怎么计时：给定的 `Chain(plan, x)` 每调用一次，入队一次引擎，再用一个小内核 `feed` 把 `y` 搅拌进 `x`，作为下一次的输入，都在 `stream` 上。
-# 测试连续调用许多次，最后整个设备同步一次，量端到端的时间。如果参考实现在你的 GPU 上也快得不多，门槛会降到它的加速比的一半。
+# 测试连续调用许多次，最后整个设备同步一次，量端到端的时间。
+# 如果参考实现在你的 GPU 上快不到 4 倍，门槛就降到它的加速比的一半（不低于 1.2 倍）；差一点的，得一半分。
 #
 # 为什么和关掉 TF32 的比？因为 T4 这样的 GPU 没有 TF32，题目要在哪里都一样。在有 TF32 的 GPU 上，光打开那张许可证也能快不少，
-# 但那不是 FP16：测试会验指纹。
+# 但那不是 FP16：测试自己调用 `plan()`（TF32 关着），还会验指纹，输入里极小的数应当变成 0。
 
 # %% tags=["gpu"]
 FEED = r"""
@@ -1151,13 +1157,14 @@ def casts(draft):
     network = draft.network
     layers = [network.get_layer(i) for i in range(network.num_layers)]
     products = [layer for layer in layers if layer.type == trt.LayerType.MATRIX_MULTIPLY]
-    return [sum(layer.type == trt.LayerType.CAST for layer in layers), [layer.get_input(0).dtype.name for layer in products]]
+    return [sum(layer.type == trt.LayerType.CAST for layer in layers), [layer.get_input(k).dtype.name for layer in products for k in range(2)]]
 """
 weights = reference.sign_weights(5, 3, 64)
 start = np.random.default_rng(6).integers(-8, 8, (32, 64)).astype(np.float32)
 draft = student.half_chain(32, weights)
+check.that(draft is not None, why="half_chain 什么也没有返回。最后一行 return draft 写了吗？")
 casts, products = student.define(CASTS, "casts")(draft)
-check.equal(products, ["HALF"] * 3, why="每一次矩阵乘都应当在 HALF 里做。")
+check.equal(products, ["HALF"] * 6, why="三层，每层一次矩阵乘，两个输入都应当是 HALF。入口变窄了吗？权重存成 float16 了吗？")
 check.that(casts <= 2, why="网络里的 cast 超过了两层：它们只该出现在整条链的两头。")
 source, out = on_gpu(start), on_gpu(np.zeros((32, 64), np.float32))
 out.poison()
@@ -1207,7 +1214,7 @@ check.equal(source, reference.chained(start, weights, runs).astype(np.float32), 
 # - `task` 是字典：`m`、`k`、`n`（一层矩阵乘的大小）、`layers`（层数，都一样大）、`casts`（FP16 版里单独成为内核的 `cast` 有几个）；
 # - `machine` 是字典：`fp32_tflops`、`fp16_tflops`、`gb_per_s`、`launch_us`；
 # - FP32 版：`layers` 个矩阵乘，每个数 4 字节。FP16 版：`layers` 个矩阵乘，每个数 2 字节，再加 `casts` 个 `cast`，每个 $mn$ 个数；
-# - 返回 `(gain, limit32, limit16)`：总时间之比（FP32 / FP16），以及两种**矩阵乘**各被 `"compute"`、`"memory"`、`"launch"` 中的哪一个限制。
+# - 返回 `(gain, limit32, limit16)`：总时间之比（FP32 / FP16），以及两种**矩阵乘**各被 `"compute"`、`"memory"`、`"launch"` 中的哪一个限制（测试里不会有两项一样长）。
 
 # %%
 # Peaks from the vendors' data sheets (dense), not measured; launch_us is a round figure.
@@ -1307,7 +1314,7 @@ for group, why in ((listed, "给定的任务里有算错的。三项都代进去
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# 现在用你写的函数看看这些任务。哪一个的倍数离“张量核心快几倍”最远？为什么？
+# 现在用你写的函数看看这些任务。哪一个的倍数离手册上的算力之比（T4 约 8 倍，H200 约 15 倍）最远？为什么？
 
 # %% tags=["demo"]
 rows = []
@@ -1320,7 +1327,8 @@ lab.say(lab.table(("任务", "GPU（手册数字）", "FP16 快几倍", "FP32 �
 # %% [markdown]
 # 三个规律：
 #
-# - 限制会**换人**：FP32 被计算限制，换成 FP16 以后计算快了，常常轮到带宽或启动当瓶颈，所以倍数到不了手册上的比值；
+# - 限制会**换人**：FP32 被计算限制，换成 FP16 以后计算快了，就可能轮到带宽或启动当瓶颈，倍数也就到不了手册上的比值。
+#   看“4 句 × 128 个 token”在 H200 上的那一行：限制从计算换成了启动，15 倍只剩不到 4 倍；
 # - 两边都被启动限制，FP16 最好也就是 1 倍，`cast` 只会帮倒忙。这时该做的是融合，或者用 CUDA 图；
 # - `cast` 按层加，能把赚来的赔掉一大半。能融合的 `cast` 不收钱，不能融合的每个都是一个内核；所以练习三只许有两层。
 
