@@ -39,7 +39,11 @@ lab.here()
 # 大部分是短查询，一部分是段落，少数是长文档。
 #
 # `costs.json` 是**录下来的**成本表：一个小的多层感知机（MLP，FP16，四次矩阵乘法，对每个 token 做同样的运算），用不同的 Profile 建成好几个引擎，
-# 在同一块 GPU 上轮流测量每种长度的时间。没有 GPU，也能用它学完本章的前半和前两道练习。
+# 在同一块 GPU 上轮流测量每种长度的时间。没有 GPU，也能用它学完本章的前半和前两道练习。引擎有三类（`kind`）：
+#
+# - `wide`：只有一个宽的 Profile，8 到 512，每个引擎的 opt 不同；
+# - `three`：三个窄的 Profile，首尾相接；
+# - `static`：静态引擎，长度写死，min、opt、max 是同一个数，只能跑那一种长度，短的请求要填充到它。
 
 # %%
 import csv
@@ -112,7 +116,7 @@ lab.say(
 # - `gpu_us`：只算 GPU。先用一个空转内核把流堵住，等 CPU 把活儿都交完再放行，这样内核之间没有 CPU 造成的空隙；
 # - `end_to_end_us`：一个请求从调用到拿到结果，主机的钟。CPU 逐个启动内核的时间也在里面。
 #
-# 表只有不多的几种长度。真实的长度归到**能装下它的最小一格**，`counted` 做的就是这件事。所以算出来的成本略偏高，不会偏低。
+# 表只有不多的几种长度。真实的长度归到**能装下它的最小一格**，`counted` 做的就是这件事。长的一般不比短的便宜，所以算出来的成本通常略偏高。
 #
 # ## opt 决定什么
 #
@@ -328,6 +332,9 @@ lab.say(lab.table(("引擎", "Profile", "min", "opt", "max"), rows), measured=Fa
 
 # %% [markdown]
 # 先看 opt **不**决定什么。两个宽的引擎，同一份输入，长度远离两边的 opt：结果一样吗？能接受的范围一样吗？要的显存一样吗？
+#
+# 下一格的 `prepared` 备好一次推理：上下文、形状、地址，再预热一次，后面的实验都用它。
+# 其中 `context_on` 会切换 Profile，为什么要那样等，“上下文和切换”一节再讲，现在可以跳过。
 
 # %% tags=["demo", "gpu"]
 BATCH = 8
@@ -354,6 +361,7 @@ def prepared(engine, length, index=0, batch=BATCH, fill=None):
         outcome = cp.zeros_like(tokens)
     must(context.set_tensor_address("tokens", tokens.data.ptr) and context.set_tensor_address("answers", outcome.data.ptr), "设置地址")
     run = partial(context.execute_async_v3, stream.ptr)
+    run.kept = tokens, outcome  # the context knows only addresses: the arrays have to live as long as run
     must(run(), "入队")  # warm-up: the first one of a shape sets things up
     stream.synchronize()
     return run, tokens, outcome
@@ -767,7 +775,7 @@ if by_rules:
     must(context.execute_async_v3(other.ptr), "入队")
     print(f"切换返回 {switched}；在另一条流上推理，结果正确：", np.array_equal(outcome.get(stream=other), answers(fill)))
 else:
-    print("照规矩的切换在子进程里就没有走通，这里不再试：这样的机器上，每个 Profile 用一个从不切换的上下文。")
+    print("照规矩的切换在子进程里就没有走通，这里不再试：这样的机器上，每个 Profile 用一个自己的上下文，只在创建时切换一次。")
 
 # %% [markdown]
 # ### 切换要多少时间
@@ -920,7 +928,7 @@ _ = lab.trt_errors()  # refusals that were asked for
 # 前两道不需要 GPU。可以用前面所有给定单元里的名字（没有“demo”标签的）：
 # `COSTS`、`GRID`、`REQUESTS`、`TRAFFIC`、`counted`、`engines_of`、`cost_table`；
 # `WIDTH`、`SHORTEST`、`LONGEST`、`answers`；`build_plan`、`open_engine`、`new_context`、`must`、`stream`、`cp`、`trt`、`lab`、`np`。
-# 演示单元（只做实验，评分时不运行）里定义的名字不能用，比如 `prepared`、`context_on`、`covering`、`ranges_of`。
+# 演示单元（只做实验，评分时不运行）里定义的名字不能用，比如 `prepared`、`context_on`、`covering`、`ranges_of`；可以照着写。后面的练习可以用你前面写的函数。
 #
 # ### 练习一：一种设计值多少（2 分）
 #
@@ -928,7 +936,7 @@ _ = lab.trt_errors()  # refusals that were asked for
 #
 # - `profiles`：若干个 `(min, opt, max)`，都是 token 数；可能互相重叠，次序不一定从短到长；
 # - `lengths`：升序的长度；`traffic[j]`：长度 `lengths[j]` 的请求数；
-# - `cost_us[i][j]`：opt 等于 `lengths[i]` 的 Profile 跑长度 `lengths[j]` 的微秒数。每个 opt 都在 `lengths` 里；
+# - `cost_us[i][j]`：opt 等于 `lengths[i]` 的 Profile 跑长度 `lengths[j]` 的微秒数，是列表的列表，也可能是二维的 NumPy 数组。每个 opt 都在 `lengths` 里；
 # - 一个长度可能有好几个 Profile 装得下：用其中 **max 最小**的；max 也一样，用序号小的；
 # - 有流量的长度谁也装不下：抛 `ValueError`。没有流量的长度装不下没关系。
 
@@ -1071,8 +1079,8 @@ from itertools import pairwise
 
 def fault(profiles, lengths, most):
     """What is wrong with a design (Chinese), or None."""
-    ok = isinstance(profiles, list) and profiles and all(isinstance(each, (list, tuple)) and len(each) == 3 for each in profiles)
-    if not ok or not all(isinstance(value, int) and not isinstance(value, bool) for each in profiles for value in each):
+    ok = isinstance(profiles, (list, tuple)) and profiles and all(isinstance(each, (list, tuple)) and len(each) == 3 for each in profiles)
+    if not ok or not all(isinstance(value, (int, np.integer)) and not isinstance(value, bool) for each in profiles for value in each):
         return "应当返回 (min, opt, max) 的列表，都是整数，至少一个。"
     if len(profiles) > most:
         return "Profile 太多了，至多 most 个。"
@@ -1203,18 +1211,20 @@ lab.say(
 # 写 `make_runner(plan)`，返回一个有 `infer(tokens, answers)` 方法的对象。`plan` 由 `build_plan` 造出，可能有任意几个 Profile，次序不定，可能重叠。
 #
 # - `tokens`、`answers` 都是 GPU 上的 `cupy.ndarray`：float32，形状 `(长度, 批大小, WIDTH)`，C 连续（C-contiguous，行优先，中间没有空当），两者形状相同。每次可以是不同的数组；
-# - 长度和批大小**都**要在 Profile 的范围里才算装得下。几个都装得下时，用 max 的**长度**最小的；再一样，用序号小的；
+# - 长度和批大小**都**要在 Profile 的范围里才算装得下。几个都装得下时，用 max 的**长度**最小的（不比批大小）；再一样，用序号小的；
 # - `infer` 把推理放进 `stream`，不等它做完就返回，返回值是所用 Profile 的序号（`int`）；连着调用几次而不同步，每一次的结果都要对；
 # - 不合法的输入（没有 Profile 装得下、类型或维数不对、不是 GPU 数组、不连续、`answers` 和 `tokens` 形状不同）抛 `ValueError`，
 #   **在入队之前**，`answers` 一个字节也不动；之后这个 runner 照样能用；
 # - `plan` 坏了（比如被截断），`make_runner` 抛 `RuntimeError`。
+#
+# 如果写成类，就写在同一格里。参数名 `answers` 会遮住给定的函数 `answers`，不要紧：`infer` 用不到那个函数。
 
 # %% [markdown]
 # <details><summary>提示一：想一想</summary>
 #
 # 哪些事只需要在 `make_runner` 里做一次：打开引擎、问清每个 Profile 的范围、创建上下文、切换到各自的 Profile？
 # 哪些每次都要做：检查、挑 Profile、设形状、设两个地址、入队？
-# 检查全部放在碰上下文之前，失败时就什么也没有变。
+# 检查全部放在碰上下文之前，失败时就什么也没有变。挑 Profile 的规矩和练习一是同一条，只是“装得下”多看了批大小。
 #
 # </details>
 # <details><summary>提示二：用到的 API</summary>
@@ -1306,7 +1316,7 @@ for length, batch in ((300, 2), (20, 4), (300, 1), (21, 4)):
 used = [runner.infer(x, y) for _, x, y in pairs]
 check.equal(used, [0, 1, 0, 1], why="长短交错时，选的 Profile 不对。")
 for data, _, y in pairs:
-    check.equal(y, reference.answers(data), abs=0.5, why="两个 Profile 交错时结果不对。切换以后有没有重新设形状？")
+    check.equal(y, reference.answers(data), abs=0.5, why="两个 Profile 交错时结果不对。每个 Profile 有自己的上下文吗？如果是一个上下文换来换去：切换前后都等了流吗，切换以后重新设形状了吗？")
 ### BEGIN HIDDEN TESTS
 BURST = """
 def burst(runner, pairs):
@@ -1481,7 +1491,7 @@ with stream:
 stream.synchronize()
 
 # %% [markdown]
-# 写 `make_server(plan, state)`：`plan` 有几个互不重叠的 Profile，合起来盖住 8 到 512，批大小都含 8。
+# 写 `make_server(plan, state)`：`plan` 有一个或几个互不重叠的 Profile，次序不定，合起来盖住长度 8 到 512，批大小都含 8（也就是 `state` 的第二维）。
 # 返回一个可以调用的 `server(lengths)`：
 #
 # - 在 `stream` 上依次服务这些请求，**按真实长度推理**，不填充；不等 GPU 做完就返回；
@@ -1506,7 +1516,7 @@ stream.synchronize()
 
 # %% solution="make_server" tags=["gpu"]
 def make_server(plan, state):
-    """Open a plan with several profiles that do not overlap, and return server(lengths), which serves requests on `stream`.
+    """Open a plan whose profiles do not overlap, and return server(lengths), which serves requests on `stream`.
 
     state: cupy float32, C-contiguous, (LONGEST, batch, WIDTH), advanced in place; it stays the caller's. A request of
     length L runs the engine on state[:L], at its true length, and merges the answers into state[:L]. ValueError, and
