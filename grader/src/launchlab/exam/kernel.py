@@ -8,6 +8,7 @@ is data to be cut to size, never to be believed.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ from launchlab.exam.agent import TARGET
 from launchlab.exam.wire import clean
 from launchlab.paths import timing_cache_of
 
+_LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec nothing may be
+PR_SET_PDEATHSIG = 1
 START_SECONDS = 60.0
 OUTPUT_CHARACTERS = 64_000  # kept of one cell's text
 PICTURE_CHARACTERS = 4 << 20  # kept of one cell's pictures
@@ -124,7 +128,7 @@ class Kernel:
             environment["JPY_PARENT_PID"] = str(os.getpid())
         command = ["/bin/sh", "-c", LIMITS, "limits", str(memory_limit() >> 10), str(LARGEST_FILE >> 9), *command]
         self.process = subprocess.Popen(
-            command, cwd=self.work, env=environment, start_new_session=True,
+            command, cwd=self.work, env=environment, start_new_session=True, preexec_fn=partial(end_with, os.getpid()),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )
         context = zmq.Context()
@@ -260,6 +264,17 @@ class Kernel:
                 self.client.stop_channels()
         finally:
             remove(self.folder)
+
+
+def end_with(parent: int) -> None:
+    """For a process just forked: be killed when ``parent`` ends, however it ends, be it this very moment.
+
+    What it becomes does so itself, but only once it has come to that.
+    """
+    if sys.platform == "linux":
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def sweep() -> None:
