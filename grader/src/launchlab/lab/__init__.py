@@ -4,6 +4,7 @@ Nothing here captures, instantiates or launches anything: those calls stand in t
 package needs no GPU, no matplotlib and no TensorRT.
 """
 
+from . import models
 from .cuda_errors import CudaError, check_cuda
 from .drawing import draw_graph
 from .engines import build_progress, timing_cache, trt_errors, trt_logger
@@ -23,6 +24,7 @@ __all__ = [
     "end_to_end_us",
     "gpu_name",
     "here",
+    "models",
     "plot_style",
     "say",
     "submit_us",
