@@ -42,8 +42,10 @@ lab.here()
 # - **opset**：算子的版本号。同一个名字的算子，在不同的 opset 里意思可能不同。算子分属不同的域（domain），每个域各有一个版本号；
 #   ONNX 自带的算子属于默认域。
 #
-# 先导入要用的库，做好一条流。构建大多用优化级别（`builder_optimization_level`）1，只试几个策略（tactic）：
+# 先导入要用的库，做好一条流和一个构建器。构建大多用优化级别（`builder_optimization_level`）1，只试几个策略（tactic）：
 # 这一章关心的是对不对，不是哪个策略最快；级别越低，构建越快。
+#
+# 构建器整章只做一个，一直留着：最后一个构建器没有人用了，它背后那个几百 MB 的库也跟着卸下，下一个又要花几秒装回来。
 
 # %% tags=["gpu"]
 import cupy as cp
@@ -55,6 +57,7 @@ from onnx import TensorProto, helper, numpy_helper
 LEVEL = 1
 STRONG = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
 stream = cp.cuda.Stream(non_blocking=True)
+builder = trt.Builder(lab.trt_logger())
 print("TensorRT", trt.__version__, "· onnx", onnx.__version__, "· ONNX Runtime", ort.__version__)
 
 # %% [markdown]
@@ -154,7 +157,6 @@ def naive_import(model, shapes=None):
 
     shapes: {input name: (min, opt, max)} for the dynamic inputs, each a tuple of int.
     """
-    builder = trt.Builder(lab.trt_logger())
     network = builder.create_network(STRONG)
     parser = trt.OnnxParser(network, lab.trt_logger())
     parser.parse(model)
@@ -281,13 +283,17 @@ lab.say(lab.table(("毛病", "停在哪一行", "Python 的异常", "日志里�
 #
 # | 调用 | 失败时 |
 # |:--|:--|
-# | `parser.parse(model)` | 返回 `False`，错误存在解析器里 |
+# | `parser.parse(model)` | 返回 `False`，错误存在解析器里；有些坏文件却得到 `True` 和一个空网络 |
 # | `config.add_optimization_profile(profile)` | 返回 −1 |
 # | `builder.build_serialized_network(…)` | 返回 `None`，原因只在日志里 |
 # | `runtime.deserialize_cuda_engine(plan)` | 返回 `None` |
 # | `context.set_input_shape(…)`、`execute_async_v3(…)` | 返回 `False` |
 #
 # 日志可能没人看，也可能被重定向走了。所以规矩是：**每一个返回值都要看，并且当场抛出带原因的异常。**
+#
+# 第一行还藏着一件怪事。那个坏文件不是 ONNX，表里的错误却可能来自构建，说的是网络没有输出。
+# ONNX 文件的底层格式没有开头的记号：解析器碰巧读到一个像“到此为止”的字节就停，前面什么也没有，也算读完了一份“空模型”，`parse` 于是返回 `True`。
+# 所以解析之后还要多看一眼：**网络至少有一个输出吗？**（`network.num_outputs`）
 #
 # ### 解析器的错误不止一个
 #
@@ -298,13 +304,12 @@ lab.say(lab.table(("毛病", "停在哪一行", "Python 的异常", "日志里�
 # %% tags=["demo", "gpu"]
 def parser_report(model):
     """Parse a model (bytes); returns (what parse returned, rows for a table of the parser's errors)."""
-    builder = trt.Builder(lab.trt_logger())
     network = builder.create_network(STRONG)
     parser = trt.OnnxParser(network, lab.trt_logger())
     with contextlib.redirect_stdout(io.StringIO()):
         parsed = parser.parse(model)
     errors = [parser.get_error(i) for i in range(parser.num_errors)]
-    return parsed, [(e.node(), e.node_name() or "—", e.node_operator() or "—", e.code().name, first_line(e.desc())) for e in errors]
+    return parsed, [(e.node(), e.node_name() or "—", e.node_operator() or "—", repr(e.code()).split(".")[-1].split(":")[0], first_line(e.desc())) for e in errors]
 
 
 parsed, rows = parser_report(strange)
@@ -486,7 +491,6 @@ def product_plan(k, dtype, use_tf32):
     """The plan (bytes) of y = x @ w imported from ONNX, x 64 × k, w k × 64 (both inputs), of numpy dtype."""
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     shapes = {"x": (kind, [64, k]), "w": (kind, [k, 64])}
-    builder = trt.Builder(lab.trt_logger())
     network = builder.create_network(STRONG)
     parser = trt.OnnxParser(network, lab.trt_logger())
     assert parser.parse(model_of([helper.make_node("MatMul", ["x", "w"], ["y"], "product")], shapes, {"y": (kind, [64, 64])}, {}))
@@ -536,7 +540,6 @@ lab.say(
 # %% tags=["demo", "gpu"]
 def fresh_plan(model, level=3):
     """The plan (bytes) of a static model, built without any timing cache."""
-    builder = trt.Builder(lab.trt_logger())
     network = builder.create_network(STRONG)
     parser = trt.OnnxParser(network, lab.trt_logger())
     assert parser.parse(model)
@@ -583,7 +586,6 @@ def run_marked(model, feeds, names):
 
     names: tensors within the ONNX graph, FP32. ValueError for a name that the network does not have.
     """
-    builder = trt.Builder(lab.trt_logger())
     network = builder.create_network(STRONG)
     parser = trt.OnnxParser(network, lab.trt_logger())
     if not parser.parse(model):
@@ -732,7 +734,6 @@ lab.say(f"排在出错的节点后面、却仍然正确的：{'、'.join(late) o
 # %% tags=["demo", "gpu"]
 def engine_layers(model, names):
     """Number of layers of the engine built of a static model with these tensors marked as outputs, or without any."""
-    builder = trt.Builder(lab.trt_logger())
     network = builder.create_network(STRONG)
     parser = trt.OnnxParser(network, lab.trt_logger())
     assert parser.parse(model)
@@ -823,7 +824,6 @@ def import_ocr(model, shape, level, seconds, marks=12):
     Returns (plan or None, names of the marked tensors in the order of the ONNX graph, why there is no plan).
     """
     lab.trt_errors()
-    builder = trt.Builder(lab.trt_logger())
     network = builder.create_network(STRONG)
     parser = trt.OnnxParser(network, lab.trt_logger())
     if not parser.parse(model):
@@ -989,7 +989,7 @@ else:
 # 四道练习，共 12 分。解答里可以用这些给定的名字：
 #
 # - 模块与工具：`np`、`cp`、`trt`、`onnx`、`ort`、`helper`、`numpy_helper`、`TensorProto`、`partial`、`lab`；
-# - 常量与流：`STRONG`、`LEVEL`、`UNIT`、`stream`；
+# - 常量、流与构建器：`STRONG`、`LEVEL`、`UNIT`、`stream`、`builder`；
 # - 函数：`chain`、`pair_sum`、`model_of`、`naive_import`、`naive_load`、`run_plan`、`ort_values`、`run_marked`、`distance`、`branched`、`plant`、`tf32`；
 # - 练习里再给出的 `ImportFailed`、`PARTS`、`MIXES`、`Replayer`、`launch_feedback` 等。
 #
@@ -1006,7 +1006,7 @@ else:
 #
 # | `stage` | 什么时候 | `reasons` 里要有 |
 # |:--|:--|:--|
-# | `"解析"` | 解析器说不行 | 解析器的**每一个**错误，有节点名字的带上名字 |
+# | `"解析"` | 解析器说不行，或者它说行，网络却没有输出 | 解析器的**每一个**错误，有节点名字的带上名字 |
 # | `"优化 Profile"` | `shapes` 和网络的输入对不上 | 每个有问题的输入的名字 |
 # | `"构建"` | 构建没有给出计划文件 | TensorRT 的错误（`lab.trt_errors()`） |
 # | `"载入"` | 载入没有给出引擎 | 同上 |
@@ -1035,7 +1035,7 @@ class ImportFailed(RuntimeError):
 # <details><summary>提示二：用到的 API</summary>
 #
 # 解析器：`parse(model) -> bool`，`num_errors`，`get_error(i)`，错误的 `node_name()`、`node_operator()`、`desc()`。
-# 网络：`num_inputs`，`get_input(i)`，张量的 `name`、`shape`（用 `tuple(…)` 变成元组）。
+# 网络：`num_outputs`，`num_inputs`，`get_input(i)`，张量的 `name`、`shape`（用 `tuple(…)` 变成元组）。
 # `config.add_optimization_profile(profile) -> int`，失败是 −1；`build_serialized_network(…)`、`deserialize_cuda_engine(…)` 失败是 `None`。
 # `lab.trt_errors()` 返回最近的错误并清空。
 #
@@ -1049,12 +1049,13 @@ def import_onnx(model, shapes=None):
     """
     ### BEGIN SOLUTION: 照着 naive_import 写，但每一步都看返回值；解析失败时把解析器的错误一个个收集起来，放进同一个 ImportFailed
     lab.trt_errors()
-    builder = trt.Builder(lab.trt_logger())
     network = builder.create_network(STRONG)
     parser = trt.OnnxParser(network, lab.trt_logger())
     if not parser.parse(model):
         errors = [parser.get_error(i) for i in range(parser.num_errors)]
         raise ImportFailed("解析", [f"节点 {e.node_name()}（{e.node_operator()}）：{e.desc()}" for e in errors] or lab.trt_errors())
+    if not network.num_outputs:
+        raise ImportFailed("解析", ["网络里没有输出：文件不是 ONNX 模型，或者是空的"])
 
     shapes = shapes or {}
     inputs = {tensor.name: tuple(tensor.shape) for tensor in (network.get_input(i) for i in range(network.num_inputs))}
@@ -1143,7 +1144,7 @@ model = reference.chain(["MatMul", "Relu"])
 rows = np.linspace(-1, 1, 80, dtype=np.float32).reshape(5, 16)
 plan = student.import_onnx(model, ROWS)
 check.equal(student.run_plan(plan, {"x": rows})["y"], reference.ort_values(model, {"x": rows})["y"], rel=0.02, abs=0.02, why="没有毛病的模型，导入以后结果不对。")
-stops(b"this is not a model", None, "解析", (), "文件坏了，parse 会返回 False。")
+stops(b"this is not a model", None, "解析", (), "文件坏了：parse 返回 False，或者返回 True 而网络里一个输出也没有，两种都要查。")
 odd = reference.chain(["MatMul", "Swirl", "Wobble"], ["first", "swirl_1", "wobble_2"])
 stops(odd, ROWS, "解析", parser_names(odd), "解析器可能报好几个错误，请把每一个的节点名字都写进 reasons。")
 stops(model, None, "优化 Profile", ("x",), "动态的输入没有给范围。")

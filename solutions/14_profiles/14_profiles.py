@@ -261,11 +261,13 @@ class Layers:
         return back.get_output(0)
 
 
+builder = trt.Builder(lab.trt_logger())  # kept: when the last one goes, its library is unloaded, and loading takes seconds
+
+
 def build_plan(ranges):
     """Build the network for some profiles: (min, opt, max) each, and each of these (length, batch). Returns bytes."""
     key = tuple(tuple(tuple(each) for each in profile) for profile in ranges)
     if key not in PLANS:
-        builder = trt.Builder(lab.trt_logger())
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         layers = Layers(network)
         output = layers.answers(network.add_input("tokens", trt.DataType.FLOAT, (-1, -1, WIDTH)))
