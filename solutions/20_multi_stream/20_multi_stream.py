@@ -1374,6 +1374,7 @@ lab.say(lab.table(("推算：泳道", "做完的时刻 µs"), guesses) + f"\n\n�
 # 一个工位处理一个请求，从头到尾是哪几步？这几步如果由一个线程独自做完，上下文还会有别人来碰吗？
 # 工位借出去、还回来，用什么数据结构，线程之间才不会借到同一个？中途抛了异常，谁来还？
 # 结果从显存抄到主机，是在哪条流上抄的？那条流知道推理做完了没有？
+# 抄到普通内存的拷贝要等流做完才返回；它在驱动里等的时候，别的线程还提交得了吗？
 #
 # </details>
 # <details><summary>提示二：用到的 API</summary>
@@ -1382,7 +1383,8 @@ lab.say(lab.table(("推算：泳道", "做完的时刻 µs"), guesses) + f"\n\n�
 # `.shutdown()` 等全部做完，之后再 `.submit` 就是 `RuntimeError`。
 # `queue.SimpleQueue()`：`.get()` 拿走一个，没有就等；`.put(东西)` 还回去；配 `try … finally`。
 # `流.wait_event(ready)`；`bind(上下文, x, y)`；`require(上下文.execute_async_v3(流.ptr), "入队")`；
-# `y.get(stream=流)` 把 CuPy 数组在这条流上抄成新的 NumPy 数组，抄完才返回。
+# `流.synchronize()` 等这条流做完，等的时候不妨碍别的线程；
+# `y.get(stream=流)` 把 CuPy 数组在这条流上抄成新的 NumPy 数组，抄完才返回。推理做完了再抄，抄的时间就很短。
 #
 # </details>
 
@@ -1409,6 +1411,7 @@ def make_pool(engine: "trt.ICudaEngine", workers):
             bind(self.context, x, y)
             self.stream.wait_event(ready)
             require(self.context.execute_async_v3(self.stream.ptr), "入队")
+            self.stream.synchronize()  # a copy to pageable memory that waits for the stream may keep other threads from submitting
             return y.get(stream=self.stream)
 
     class Pool:
@@ -1618,7 +1621,7 @@ WHY = {
 
 def examine(workers, requests):
     """Serve requests by a pool whose GPU work is slowed down, under the ledger's eyes."""
-    ledger = student.define(reference.value("WATCH"), "Ledger")(20_000)
+    ledger = student.define(reference.value("WATCH"), "Ledger")(40_000)
     pool = student.make_pool(ledger.watch(student.load(reference.tower_plan(4))), workers)
     serve = student.define(SERVE, "serve")
     most = []
@@ -1631,7 +1634,7 @@ def examine(workers, requests):
         check.equal(got, reference.inferred(data.reshape(-1, 64), 4).reshape(data.shape), why="推理慢一点，结果就不对。结果要等推理做完再取，而且在推理的那条流上取；每个结果都要是自己的新数组。")
         check.that(told["contexts"] == workers, why=f"{workers} 个工位应当正好造 {workers} 个执行上下文，一次造好，反复使用。")
         most.append(told["most"])
-    check.that(max(most) == workers, why=f"一次来了足够多的请求，应当有 {workers} 个同时在 GPU 上，实际没有。是不是都放进了同一条流，或者一把锁从头锁到尾？")
+    check.that(max(most) == workers, why=f"一次来了足够多的请求，应当有 {workers} 个同时在 GPU 上，实际没有。是不是都放进了同一条流，一把锁从头锁到尾，或者没等推理做完就去抄结果（那次拷贝在驱动里等着，别的线程可能提交不了）？")
     return ledger, pool, serve
 
 
@@ -1846,8 +1849,8 @@ class Trial:
         for fault in told["faults"]:
             check.that(False, why=WHY[fault])
         check.that(told["contexts"] == len(self.firsts), why="每条分支应当正好造一个执行上下文，哪怕几条分支用的是同一个引擎。")
-        loaded = [reference.load(reference.tower_plan(self.depth, first)) for first in self.firsts]
-        mine = reference.make_ensemble(loaded, on_gpu(self.data))
+        loaded = {first: reference.load(reference.tower_plan(self.depth, first)) for first in set(self.firsts)}
+        mine = reference.make_ensemble([loaded[first] for first in self.firsts], on_gpu(self.data))
         longest, kernels, last = reference.define(SHAPE, "shape")(mine)
         found, _, sinks = student.define(SHAPE, "shape")(self.ensemble)
         check.nodes(self.ensemble.get("captured"), kernels=kernels, why="图里的内核数不对：K 个引擎各一次，combine 一次，都要在捕获里。")

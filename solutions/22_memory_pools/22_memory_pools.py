@@ -1791,7 +1791,8 @@ def trial(name, capture_scratch, stream, x):
         runtime.cudaGraphDestroy, runtime.cudaStreamEndCapture = counted_destroy, counted_end
         try:
             graph = capture_scratch(work)
-            names = [runtime.cudaGraphNodeGetType(node)[1].name for node in runtime.cudaGraphGetNodes(graph.graph, 64)[1]]
+            count = runtime.cudaGraphGetNodes(graph.graph, 0)[-1]
+            names = [runtime.cudaGraphNodeGetType(node)[1].name for node in runtime.cudaGraphGetNodes(graph.graph, count)[1]]
             kinds = [sum(kind.endswith(word) for kind in names) for word in ("MemAlloc", "MemFree")]
             graph.close()
         except NotImplementedError:
@@ -2076,8 +2077,7 @@ check.speedup(
 data = x.write(secret.integers(0, 2**32, 1024, dtype=np.uint32))
 server(x, sizes[::-1])
 check.equal(x.read(), reference.served(data, sizes[::-1]), why="计时以后换一份数据，结果不对：快，但没有做完该做的工作。")
-server.close()
-best.close()
+server.close()  # best stays open: the examiner times it once more when the test is over
 ### END HIDDEN TESTS
 
 # %% [markdown]

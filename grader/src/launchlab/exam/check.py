@@ -135,6 +135,8 @@ class Check:
         ``draw``: makes the secret state of each round, of the buffers' shape and dtype; without
         it all bytes are random, which floats rarely bear. ``rel``, ``abs``: how far the two
         states may lie apart, value by value (see `equal`); 0: not at all.
+        ``over`` and ``best`` run once more when the test cell is over (see `settle`): what they
+        need must outlive it.
         Returns the median of the measured ratios.
         """
         waiting = time.monotonic()
