@@ -2,6 +2,8 @@
 
 import html
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import accidents
@@ -41,6 +43,10 @@ def graded(tmp_path_factory) -> Course:
         for step in ("autograde", "generate_feedback"):
             code, text = course.nbgrader(step, NAME)
             (folder / f"{step}.log").write_text(f"{text}\nexit {code}\n", encoding="utf-8")
+        with Gradebook(f"sqlite:///{course.build / 'gradebook.db'}", "launchlab") as gradebook:  # a person looks at one mark
+            gradebook.find_grade("test_advance", NAME, NAME, "truncated").manual_score = 1.5
+            gradebook.db.commit()
+        subprocess.run([sys.executable, "-m", "launchlab", "report", NAME], env=course.environment, check=True, capture_output=True)
 
     return Course(once(tmp_path_factory, "class", make))
 
@@ -136,6 +142,27 @@ def test_feedback_shows_no_hidden_test(graded):
         assert "BEGIN HIDDEN" not in text or name == "marks_of_hidden_tests_in_own_text", name
         assert "check.equal(student.total_us(5.0, 1, 2.0), 7.0" in text, name  # the visible part is there
         assert "这里还有隐藏测试" in text, name
+
+
+def test_each_has_a_page_without_hidden_tests(graded):
+    lines = hidden_lines(graded)
+    for name in graded.students():
+        page = html.unescape(re.sub(r"<[^>]+>", "", (graded.build / "reports" / name / f"{NAME}.html").read_text(encoding="utf-8")))
+        assert [line for line in lines if line in page] == [], name
+        assert "LEAK " not in page and all(check["reason"] in page for check in graded.report(name)["checks"].values()), name
+
+
+def test_the_page_of_the_class_counts_what_is_in_the_gradebook(graded, marks):
+    page = (graded.build / "reports" / f"{NAME}.html").read_text(encoding="utf-8")
+    assert f"全班 {len(graded.students())} 份提交" in page
+    missed = sum(marks[name]["test_longest_path"] == 0 for name in graded.students())
+    full = sum(marks[name]["test_longest_path"] == 3 for name in graded.students())
+    still_open = sum(marks[name]["test_longest_path"] is None for name in graded.students())
+    row = page[page.index("练习三：最长路径") :][:400]
+    assert re.search(rf"{full}</td><td class=\"number\">0</td><td class=\"number\">{missed}</td><td class=\"number\">{still_open}</td>", row), row
+    assert "1.5 / 8" in page  # the mark that a person gave
+    assert "教师改过这个分数" in (graded.build / "reports" / "truncated" / f"{NAME}.html").read_text(encoding="utf-8")
+    assert not re.search(r"<(script|img|iframe)\b", page)
 
 
 def test_feedback_gives_no_secret_input_away(graded):

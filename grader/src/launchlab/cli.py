@@ -85,6 +85,8 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     add("demo", _demo, "给一个示例班级评分，看看评分器怎样工作")
     grade = add("grade", _grade, "给一章的全部提交评分（nbgrader autograde）", "章节 [nbgrader autograde 的选项]")
     grade.add_argument("chapter", metavar="章节", help="编号或名称")
+    report = add("report", _report, "把一章的评分结果做成网页：每份提交一页，全班一页")
+    report.add_argument("chapter", metavar="章节", help="编号或名称")
     build = add("build", _build, "由源文件生成解答、发布版与 README 的章节表")
     build.add_argument("chapters", metavar="章节", nargs="*", help="编号或名称，默认是全部已完成的章节")
     build.add_argument("--check", action="store_true", help="只检查，不写文件；有出入时退出码为 1")
@@ -122,6 +124,13 @@ def _demo(_: argparse.Namespace, __: list[str]) -> int:
 def _grade(chosen: argparse.Namespace, rest: list[str]) -> int:
     command = [sys.executable, "-m", "nbgrader", "autograde", manifest.chapter(chosen.chapter).name, *rest]
     return subprocess.call(command, cwd=paths.GRADER)
+
+
+def _report(chosen: argparse.Namespace, _: list[str]) -> int:
+    name = manifest.chapter(chosen.chapter).name
+    from launchlab.grading import pages
+
+    return pages.main(name)
 
 
 def _build(chosen: argparse.Namespace, _: list[str]) -> int:

@@ -1,0 +1,42 @@
+"""Pictures of measured speed-ups, as SVG that stands in a page by itself."""
+
+from __future__ import annotations
+
+import math
+from io import StringIO
+from typing import Any
+
+from launchlab.exam import judge
+
+
+def speedup(record: dict[str, Any]) -> str:
+    """The rounds of one speed-up check as SVG: the ratio of each pair, the learner's and the reference's, and the bar.
+
+    ``record``: as `launchlab.exam.check` writes it, with at least one attempt; the last one counts.
+    """
+    from matplotlib import pyplot, rc_context, ticker
+
+    from launchlab.lab import plot_style
+
+    rounds = record["attempts"][-1]
+    judged = judge.speedup(rounds, record["at_least"], record["ceiling"])
+    with rc_context():
+        plot_style()
+        pyplot.rcParams["svg.hashsalt"] = "launchlab"  # the same record gives the same bytes
+        figure, axes = pyplot.subplots(figsize=(7, 2.8))
+        for name, label, marker in (("candidate", "这份提交", "o"), ("best", "参考实现", "s")):
+            pairs = [(place, ratio) for place, ratio in enumerate(judge.ratios(rounds, "baseline", name), 1) if math.isfinite(ratio)]
+            axes.plot([place for place, _ in pairs], [ratio for _, ratio in pairs], marker, markersize=5, linestyle="none", label=label)
+        for value, label, style in ((judged["bar"], "门槛", "--"), (judged["low"], "可信下界", ":")):
+            if math.isfinite(value):
+                axes.axhline(value, linestyle=style, linewidth=1.2, color="#444444", label=f"{label} {value:.2f}")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("第几对测量")
+        axes.set_ylabel("基准用时是它的几倍")
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+        text = StringIO()
+        figure.savefig(text, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
+        pyplot.close(figure)
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :]

@@ -1,0 +1,156 @@
+"""`launchlab report`: what the exam found, as pages: one for each learner, and one of the class for the instructor.
+
+Everything shown comes from the reports that grading left, and from the gradebook where a person has changed a mark.
+A learner's page holds verdicts, reasons and measured ratios; no test, and no input that the examiner drew.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from nbgrader.api import Gradebook, MissingEntry
+from nbgrader.coursedir import CourseDirectory
+from nbgrader.utils import is_grade
+from rich.console import Console
+
+from launchlab.course.release import settings
+from launchlab.exam import judge
+from launchlab.exam.show import MARKS, WORDS
+from launchlab.grading import figures
+from launchlab.manifest import Chapter
+from launchlab.manifest import chapter as find_chapter
+from launchlab.paths import BUILD
+
+KINDS = {"answer": "答案", "structure": "正确性", "speedup": "速度"}
+NEXT = {
+    judge.PASSED: "",
+    judge.FAILED: "按上面说的改一改，再用 ./grader/launch check 在自己的机器上评一次。",
+    judge.CRASHED: "先在自己的笔记本里从头运行到这一题，看看是哪一行让进程退出的。",
+    judge.TIMED_OUT: "看看有没有停不下来的循环，或者等不到的事件。",
+    judge.INCONCLUSIVE: "这不是 0 分：教师会复核，或者在机器空闲时再评一次。",
+    judge.NEEDS_GPU: "这不是 0 分：要在有 GPU 的机器上再评一次。",
+    judge.REFUSED: "这不是 0 分：教师会看这份提交。",
+}
+
+
+@dataclass
+class Row:
+    """One test of one submission: ``score`` is the mark in force, None while it is open; ``by_hand``: a person gave it."""
+
+    id: str
+    title: str
+    word: str
+    reason: str
+    advice: str
+    points: float
+    score: float | None
+    by_hand: bool
+    pictures: list[dict[str, str]]
+
+
+def main(name: str) -> int:
+    """Write the pages of chapter ``name`` under ``build/reports``; 0, or 2 if nothing of it has been graded."""
+    console, chapter = Console(), find_chapter(name)
+    found = sorted(BUILD.glob(f"reports/*/{chapter.name}.json"))
+    if not found:
+        console.print(f"还没有 {chapter.name} 的评分结果。请先评分：./grader/launch grade {chapter.number}。")
+        return 2
+    titles, by_hand = exercise_titles(chapter), _marks_by_hand(chapter.name)
+    page, overview = (_templates().get_template(each) for each in ("page.html", "class.html"))
+    graded = {}
+    for path in found:
+        student = path.parent.name
+        report = json.loads(path.read_text(encoding="utf-8"))
+        graded[student] = rows = [_row(check, titles, by_hand.get(student, {})) for check in report["checks"]]
+        path.with_suffix(".html").write_text(page.render(chapter=chapter, student=student, report=report, rows=rows, total=_total(rows)), encoding="utf-8")
+    target = BUILD / "reports" / f"{chapter.name}.html"
+    totals = {student: _total(rows) for student, rows in graded.items()}
+    target.write_text(overview.render(chapter=chapter, totals=totals, exercises=_exercises(graded), spread=_spread(list(totals.values()))), encoding="utf-8")
+    console.print(f"{len(found)} 份提交，每份一页：{_short(BUILD / 'reports')}/姓名/{chapter.name}.html\n全班一页（给教师）：{_short(target)}")
+    return 0
+
+
+def _row(check: dict[str, Any], titles: dict[str, str], by_hand: dict[str, float]) -> Row:
+    given = by_hand.get(check["id"])
+    title = titles.get(check["id"], check["id"].removeprefix("test_"))
+    pictures = [
+        {"svg": figures.speedup(record), "alt": f"{title}：每对测量里，基准用时是它的几倍。{check['reason']}"}
+        for record in check["records"]
+        if record.get("check") == "speedup" and record["attempts"]
+    ]
+    return Row(
+        check["id"], title, f"{MARKS.get(check['verdict'], '○')} {WORDS[check['verdict']]}", check["reason"], "" if given is not None else NEXT[check["verdict"]],
+        check["points"], check["score"] if given is None else given, given is not None, pictures,
+    )  # fmt: skip
+
+
+def exercise_titles(chapter: Chapter) -> dict[str, str]:
+    """id of a test -> the heading of its exercise and what is tested, from the release, so that nothing else gets into it."""
+    titles, heading = {}, chapter.title
+    for cell in nbformat.read(chapter.release, as_version=4).cells:
+        if cell.cell_type == "markdown":
+            heading = ([line.lstrip("# ") for line in cell.source.splitlines() if line.startswith("##")] or [heading])[-1]
+        elif is_grade(cell):
+            titles[cell.metadata.nbgrader.grade_id] = f"{heading} · {KINDS[cell.metadata.launchlab.kind]}"
+    return titles
+
+
+def _marks_by_hand(name: str) -> dict[str, dict[str, float]]:
+    """student -> id of a test -> the mark that a person gave in formgrader."""
+    coursedir, found = CourseDirectory(config=settings()), {}
+    with Gradebook(coursedir.db_url, coursedir.course_id) as gradebook:
+        try:
+            submissions = gradebook.assignment_submissions(name)
+        except MissingEntry:
+            return {}
+        for submission in submissions:
+            grades = [grade for notebook in submission.notebooks for grade in notebook.grades]
+            found[submission.student_id] = {grade.name: grade.manual_score for grade in grades if grade.manual_score is not None}
+    return found
+
+
+def _total(rows: list[Row]) -> dict[str, float]:
+    return {"score": sum(row.score or 0.0 for row in rows), "max": sum(row.points for row in rows), "open": sum(row.score is None for row in rows)}
+
+
+def _exercises(graded: dict[str, list[Row]]) -> list[dict[str, Any]]:
+    """One entry for each test, the most often missed first: how many got all, part, nothing, and how many are open."""
+    found = []
+    for rows in zip(*_same_tests(graded), strict=True):
+        judged = [row for row in rows if row.score is not None]
+        counts = Counter("all" if row.score >= row.points else "part" if row.score else "none" for row in judged)
+        missed = (counts["part"] + counts["none"]) / len(judged) if judged else 0.0
+        mean = statistics.fmean(row.score for row in judged) if judged else None
+        reasons = Counter(row.reason for row in judged if row.score < row.points).most_common(3)
+        found.append({"row": rows[0], "counts": counts, "open": len(rows) - len(judged), "missed": missed, "mean": mean, "reasons": reasons})
+    return sorted(found, key=lambda each: -each["missed"])
+
+
+def _same_tests(graded: dict[str, list[Row]]) -> list[list[Row]]:
+    """The rows of each submission that was examined by the tests that most of the class were: a chapter may change in mid-course."""
+    tests = {student: tuple((row.id, row.points) for row in rows) for student, rows in graded.items()}
+    common = Counter(tests.values()).most_common(1)[0][0]
+    return [rows for student, rows in graded.items() if tests[student] == common]
+
+
+def _spread(totals: list[dict[str, float]]) -> list[dict[str, Any]]:
+    """How many of the class lie in each fifth of the marks; submissions with open exercises are not counted."""
+    shares = [total["score"] / total["max"] for total in totals if not total["open"] and total["max"]]
+    fifths = Counter(min(4, int(share * 5)) for share in shares)
+    return [{"label": f"{20 * i}–{20 * i + 20} %", "count": fifths[i], "share": fifths[i] / max(1, len(shares))} for i in range(5)]
+
+
+def _templates() -> Environment:
+    return Environment(loader=PackageLoader("launchlab.grading"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+
+
+def _short(path: Path) -> Path:
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
