@@ -93,7 +93,7 @@ def test_environment_is_pinned_exactly_and_says_for_whom():
 def test_environment_has_the_versions_of_the_locks():
     locked = pins("lock.txt") | pins("lock-cuda12.txt")
     outside = {name: version for name, (version, _) in comments().items() if name not in locked}
-    assert set(outside) == {"python", "pip", "tensorrt-cu12", "onnx", "onnxscript", "onnxruntime", "rapidocr-onnxruntime"}
+    assert set(outside) == {"python", "pip", "tensorrt-cu12", "onnx", "onnxscript", "onnxruntime", "rapidocr-onnxruntime", "aiohttp", "fastapi", "uvicorn"}
     for name, (version, _) in comments().items():
         assert version == locked.get(name, version), name
 
