@@ -14,7 +14,7 @@ from launchlab.manifest import chapter, chapters
 
 CARD = device.Gpu(name="a 6 GB card", driver="535.1", cuda=(12, 2), compute_capability=(7, 5), memory=6_000 * 2**20)
 READY = doctor.Machine(
-    gpu=CARD, cupy=True, tensorrt=(10, 6), packages=frozenset({"onnx", "onnxscript", "onnxruntime", "rapidocr-onnxruntime"})
+    gpu=CARD, cupy=True, tensorrt=(10, 6), packages=frozenset(package for each in chapters() for package in each.needs.packages)
 )
 
 
