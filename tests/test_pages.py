@@ -7,7 +7,7 @@ import pytest
 
 from launchlab import manifest
 from launchlab.exam import judge
-from launchlab.grading import figures, pages
+from launchlab.grading import figures, pages, sealed
 
 RECORDED = [chapter for chapter in manifest.chapters() if chapter.receipt.is_file()]
 
@@ -25,7 +25,7 @@ def speedups(chapter):
 def graded(tmp_path, monkeypatch):
     """Puts reports of chapter 3 where grading leaves them; returns the pages, by student, and that of the class."""
     chapter = manifest.chapter("3")
-    monkeypatch.setattr(pages, "BUILD", tmp_path)
+    monkeypatch.setattr(sealed, "BUILD", tmp_path)
     marks = {}
     monkeypatch.setattr(pages, "_marks_by_hand", lambda name: marks)
 
@@ -101,6 +101,6 @@ def test_submissions_examined_by_older_tests_do_not_stop_the_class(graded):
 
 
 def test_nothing_graded_yet_is_said(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(pages, "BUILD", tmp_path)
+    monkeypatch.setattr(sealed, "BUILD", tmp_path)
     assert pages.main("3") == 2
     assert "请先评分" in capsys.readouterr().out

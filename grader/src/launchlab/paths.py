@@ -25,6 +25,11 @@ GRADER = ROOT / "grader"
 BUILD = Path(os.environ.get("LAUNCHLAB_BUILD", ROOT / "build")).resolve()
 
 
+def short(path: Path) -> str:
+    """``path`` as it is told to people: from the repository's folder on, where it lies within."""
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
 def timing_cache_of(home: Path) -> Path:
     """The folder in which TensorRT's timing caches are kept for who lives in ``home``."""
     return home / ".cache" / "launchlab" / "timing"

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -19,7 +18,7 @@ from launchlab.device import gpu
 from launchlab.exam import judge
 from launchlab.grading.table import verdicts
 from launchlab.manifest import Chapter, chapter
-from launchlab.paths import BUILD, GRADER, ROOT
+from launchlab.paths import BUILD, GRADER, short
 
 CHAPTER = "03_cuda_graph_concepts"
 PLACE = BUILD / "demo"
@@ -49,8 +48,8 @@ def main() -> int:
     rows = [(f"{name}\n[dim]{about}[/]", reports[name]["checks"]) for name, about in students.items()]
     console.print(verdicts(f"{target.number:02d} {target.title}", rows, None if device else recorded(target)))
     shown = [PLACE / "feedback" / name / CHAPTER / f"{CHAPTER}.html" for name in students]
-    console.print("反馈页面：", *(f"\n  {_short(path)}" for path in shown if path.is_file()))
-    console.print(f"成绩表：{_short(PLACE / 'grades.csv')}")
+    console.print("反馈页面：", *(f"\n  {short(path)}" for path in shown if path.is_file()))
+    console.print(f"成绩表：{short(PLACE / 'grades.csv')}")
     console.print(f"用时 {time.perf_counter() - started:.0f} 秒。接下来：./grader/launch lab 打开课程，./grader/launch check 3 给自己的笔记本评分。")
     return 0
 
@@ -68,7 +67,7 @@ def _nbgrader(progress: Progress, title: str, arguments: list[str], count: int =
                 progress.update(task, description=f"{title}（{done}/{count}）")
     progress.update(task, total=1, completed=1)
     if process.returncode:
-        raise StepFailed(f"{title} 失败了（退出码 {process.returncode}）。日志在 {_short(log)}，最后几行：\n" + "\n".join(log.read_text(encoding="utf-8").splitlines()[-8:]))
+        raise StepFailed(f"{title} 失败了（退出码 {process.returncode}）。日志在 {short(log)}，最后几行：\n" + "\n".join(log.read_text(encoding="utf-8").splitlines()[-8:]))
 
 
 def recorded(target: Chapter) -> dict[str, str]:
@@ -88,7 +87,3 @@ def recorded(target: Chapter) -> dict[str, str]:
                 found += f"，加速的可信下界 {result['low']:.1f} 倍，门槛 {result['bar']:.1f} 倍"
         texts[check["id"]] = found
     return texts
-
-
-def _short(path: Path) -> str:
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)

@@ -10,7 +10,6 @@ import json
 import statistics
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import nbformat
@@ -24,9 +23,10 @@ from launchlab.course.release import settings
 from launchlab.exam import judge
 from launchlab.exam.show import MARKS, WORDS
 from launchlab.grading import figures
+from launchlab.grading.sealed import reports
 from launchlab.manifest import Chapter
 from launchlab.manifest import chapter as find_chapter
-from launchlab.paths import BUILD
+from launchlab.paths import short
 
 KINDS = {"answer": "答案", "structure": "正确性", "speedup": "速度"}
 NEXT = {
@@ -58,22 +58,23 @@ class Row:
 def main(name: str) -> int:
     """Write the pages of chapter ``name`` under ``build/reports``; 0, or 2 if nothing of it has been graded."""
     console, chapter = Console(), find_chapter(name)
-    found = sorted(BUILD.glob(f"reports/*/{chapter.name}.json"))
+    found = reports(chapter.name)
     if not found:
         console.print(f"还没有 {chapter.name} 的评分结果。请先评分：./grader/launch grade {chapter.number}。")
         return 2
     titles, by_hand = exercise_titles(chapter), _marks_by_hand(chapter.name)
-    page, overview = (_templates().get_template(each) for each in ("page.html", "class.html"))
+    templates = _templates()
+    page, overview = templates.get_template("page.html"), templates.get_template("class.html")
     graded = {}
     for path in found:
         student = path.parent.name
         report = json.loads(path.read_text(encoding="utf-8"))
         graded[student] = rows = [_row(check, titles, by_hand.get(student, {})) for check in report["checks"]]
         path.with_suffix(".html").write_text(page.render(chapter=chapter, student=student, report=report, rows=rows, total=_total(rows)), encoding="utf-8")
-    target = BUILD / "reports" / f"{chapter.name}.html"
+    target = found[0].parents[1] / f"{chapter.name}.html"
     totals = {student: _total(rows) for student, rows in graded.items()}
     target.write_text(overview.render(chapter=chapter, totals=totals, exercises=_exercises(graded), spread=_spread(list(totals.values()))), encoding="utf-8")
-    console.print(f"{len(found)} 份提交，每份一页：{_short(BUILD / 'reports')}/姓名/{chapter.name}.html\n全班一页（给教师）：{_short(target)}")
+    console.print(f"{len(found)} 份提交，每份一页：{short(target.parent)}/姓名/{chapter.name}.html\n全班一页（给教师）：{short(target)}")
     return 0
 
 
@@ -149,8 +150,3 @@ def _spread(totals: list[dict[str, float]]) -> list[dict[str, Any]]:
 
 def _templates() -> Environment:
     return Environment(loader=PackageLoader("launchlab.grading"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-
-
-def _short(path: Path) -> Path:
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path

@@ -59,6 +59,11 @@ def report_path(student: str, assignment: str) -> Path:
     return BUILD / "reports" / student / f"{assignment}.json"
 
 
+def reports(assignment: str) -> list[Path]:
+    """The reports of all graded submissions of ``assignment``, by student."""
+    return sorted(BUILD.glob(f"reports/*/{assignment}.json"))
+
+
 def write_report(report: Report, student: str) -> None:
     """Write ``report`` as JSON, whole or not at all."""
     path = report_path(student, report.chapter)

@@ -162,9 +162,8 @@ class _Network:
         layer = self.definition.add_slice(table, (0, 0, 0), (1, max(length, 1), width), (1, 1, 1))
         if length < 0:
             shape = self.definition.add_shape(ids).get_output(0)
-            index = self.definition.add_constant((1,), np.array([1], np.int64)).get_output(0)
-            size = self.definition.add_gather(shape, index, 0).get_output(0)
-            one, wide = (self.definition.add_constant((1,), np.array([n], np.int64)).get_output(0) for n in (1, width))
+            one, wide = (self._constant(np.array([n]), np.int64) for n in (1, width))
+            size = self.definition.add_gather(shape, one, 0).get_output(0)  # its dimension 1, the length
             layer.set_input(2, self.definition.add_concatenation([one, size, wide]).get_output(0))
         return layer.get_output(0)
 
@@ -185,9 +184,9 @@ class _Network:
         values = (self._normal[begin : begin + math.prod(shape)] * np.float32(spread)).astype(np.float16)
         return np.resize(values, shape)
 
-    def _constant(self, values: np.ndarray):
-        return self.definition.add_constant(values.shape, self._weights(values)).get_output(0)
+    def _constant(self, values: np.ndarray, dtype: type = np.float16):
+        return self.definition.add_constant(values.shape, self._weights(values, dtype)).get_output(0)
 
-    def _weights(self, values: np.ndarray):
-        self._kept.append(np.ascontiguousarray(values, np.float16))
+    def _weights(self, values: np.ndarray, dtype: type = np.float16):
+        self._kept.append(np.ascontiguousarray(values, dtype))
         return self._kept[-1]
