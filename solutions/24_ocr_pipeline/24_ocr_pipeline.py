@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 项目：一张图的文字识别
 #
-# 扫一张发票，切出几十行字，每行一张小图，宽度各不相同。识别模型很小，GPU 一会儿就算完了，
+# 扫一张发票，切出几十行字，每行一张小图片，宽度各不相同。识别模型很小，GPU 一会儿就算完了，
 # 可是程序跑起来慢得多：每来一张，CPU 都要缩放图片、换一次输入形状、把许多内核逐个提交，再把一大块概率搬回来找最大值。
 # GPU 常常在等。
 #
@@ -13,7 +13,7 @@
 # - 给动态宽度的引擎分桶（bucket），每个桶一个执行上下文（execution context）、一张图；
 # - 把 CTC 的取最大值和折叠留在 GPU 上，只搬回几百个字节；
 # - 拿 ONNX Runtime 的流水线当标准答案，核对没见过的图片；
-# - 说出填充（padding）为什么会改变识别结果，并量出整条流水线的 p50。
+# - 说出填充（padding）为什么会改变识别结果，并量出整条流水线的 p50（延迟的中位数）。
 #
 # **需要的基础**：《每个形状一张图》里的分桶和图缓存；《静态缓冲与拷贝》里的锁页内存；《捕获 TensorRT 推理》里的预热和返回值。
 #
@@ -30,9 +30,11 @@ from launchlab.exam import check, on_gpu, reference, secret, student
 lab.here()
 
 # %% [markdown]
-# ## 一张图要走几步
+# 这一章里，“图片”是像素；单说“图”，就是 CUDA Graph。
 #
-# | 步 | 做什么 | 每张图都变的是什么 |
+# ## 一张图片要走几步
+#
+# | 步 | 做什么 | 每张图片都变的是什么 |
 # |:--|:--|:--|
 # | 拷入 | 像素从主机到显存 | 像素、尺寸 |
 # | 预处理 | 缩放到高 48，换成 BGR，归一化到 −1～1，右边补 0 | 缩放的比例、补多宽 |
@@ -43,17 +45,17 @@ lab.here()
 # 图怕的正是“变”：它记下的是地址、形状和参数的值。所以设计流水线时，对右边那一列的每一项都要问一句：
 # **它能不能变成显存里的数据，而不是图里的参数？** 能的，一张图就够；不能的（这里只有“输入的宽度”），一个值配一张图。
 #
-# ### 图从哪里来
+# ### 图片从哪里来
 #
-# 随本章发布的 `words.npz` 里有二十个词，每个词一张灰度小图，高 48 像素，0 是墨，255 是纸。
-# 它们是用 Noto Sans SC（开源字体，SIL OFL 1.1）画出来的，同一个文件夹里的 `render_words.py` 就是画它们的程序（在 `solutions/` 里）。
-# 有了词，不需要字体也能拼出无数张没见过的图：挑几个词排成一行，换墨色、纸色、间隔、上下位置，再放大或缩小。
+# 随本章发布的 `words.npz` 里有二十个词，每个词一张灰度小图片，高 48 像素，0 是墨，255 是纸。
+# 它们是用 Noto Sans SC（开源字体，SIL OFL 1.1）画出来的，画它们的程序是仓库里的 `solutions/24_ocr_pipeline/render_words.py`。
+# 有了词，不需要字体也能拼出无数张没见过的图片：挑几个词排成一行，换墨色、纸色、间隔、上下位置，再放大或缩小。
 #
 # 给定的函数：
 #
 # - `resize(image, height, width)`：双线性（bilinear）缩放。坐标用整数算，一点舍入误差也没有；
-# - `picture(words, …)`：拼一张图，`uint8`，高 × 宽 × 3，**RGB** 的次序；
-# - `unseen(seed)`：按种子随机拼一张，返回（词，图）。
+# - `picture(words, …)`：拼一张图片，`uint8`，高 × 宽 × 3，**RGB** 的次序；
+# - `unseen(seed)`：按种子随机拼一张，返回（词，图片）。
 
 # %%
 HEIGHT, STEP = 48, 8  # the model reads lines 48 pixels high, and says one character (or none) for each 8 columns
@@ -126,12 +128,12 @@ plt.show()
 #
 # PP-OCR 的规矩：
 #
-# 1. 把图缩放到高 48，宽按比例算，**向上取整**：`fitted(h, w)`；
-# 2. 通道的次序换成 **BGR**：模型是用 OpenCV 读的图训练的，那边的次序和 RGB 相反；
+# 1. 把图片缩放到高 48，宽按比例算，**向上取整**：`fitted(h, w)`；
+# 2. 通道的次序换成 **BGR**：模型是用 OpenCV 读的图片训练的，那边的次序和 RGB 相反；
 # 3. 归一化：先除以 255，再减 0.5，再除以 0.5，于是 0～255 变成 −1～1；
 # 4. 右边补 **0**，补到约定的宽度。注意补的是归一化**以后**的 0，也就是灰色，不是黑，也不是白。
 #
-# 补到多宽？`bucket_of` 说：最小的、装得下的那个桶；都装不下，就用最大的桶，并把图**压扁**到正好那么宽。
+# 补到多宽？`bucket_of` 说：最小的、装得下的那个桶；都装不下，就用最大的桶，并把图片**压扁**到正好那么宽。
 
 # %%
 def fitted(h, w):
@@ -184,7 +186,7 @@ def decode(ids, probs, characters):
 #
 # `ort_scores` 是标准答案的核心。除了文字，我们还要它说一个数：**余量**（margin），
 # 即每一步里第一名比第二名高出多少，取各步的最小值。余量很小，意味着有一步本来就是勉强选出来的，
-# 换一种加法的次序就可能换人。用这样的图去判断谁对谁错，不公平。
+# 换一种加法的次序就可能换人。用这样的图片去判断谁对谁错，不公平。
 
 # %% tags=["gpu"]
 from functools import cache
@@ -234,11 +236,11 @@ lab.say(lab.table(("拼进去的词", "缩放后的宽", "读出来的", "置信
 
 # %% [markdown]
 # 字读得对不对，你自己看；词和词之间有没有空格，模型有自己的主意，它没见过我们的“间隔”。空格还有两种，半角的和全角的，在字表里是两个类别。
-# 再看余量：宽的图里，常有一步是勉强选的，往往就是那个空格。
+# 再看余量：宽的图片里，常有一步是勉强选的，往往就是那个空格。
 #
 # ### 误区一：填充的部分是 0，不会影响结果
 #
-# 补的是 0，卷积和注意力（attention）看到 0，总不会有什么反应吧？拿三十张图，每张分别补到不同的宽度，比一比读出来的字：
+# 补的是 0，卷积和注意力（attention）看到 0，总不会有什么反应吧？拿十来张图片，每张分别补到不同的宽度，比一比读出来的字：
 
 # %% tags=["demo", "gpu"]
 def readings(image, widths):
@@ -247,7 +249,7 @@ def readings(image, widths):
 
 
 rows, differ, compared = [], 0, 0
-for seed in range(100, 115):
+for seed in range(101, 112):
     words, image = unseen(seed)
     exact = fitted(*image.shape[:2])
     if exact > BUCKETS[-1]:
@@ -259,13 +261,13 @@ for seed in range(100, 115):
         if len(rows) < 5:
             rows.append((" + ".join(words), exact, *(f"`{text}`" for text in (tight, padded, widest))))
 lab.say(
-    f"{compared} 张图，三种宽度读得不完全一样的有 **{differ}** 张。"
+    f"{compared} 张图片，三种宽度读得不完全一样的有 **{differ}** 张。"
     + ("其中几张：\n\n" + lab.table(("拼进去的词", "缩放后的宽", "不补", "补到桶", f"补到 {BUCKETS[-1]}"), rows) if rows else ""),
     measured=False,
 )
 
 # %% [markdown]
-# 模型里有全图的平均（squeeze-and-excitation）和注意力，它们看得见填充的部分。差别多半出在空格上，但它确实是差别。
+# 模型里有整张图片的平均（squeeze-and-excitation）和注意力，它们看得见填充的部分。差别多半出在空格上，但它确实是差别。
 #
 # 准确的说法是：**桶的宽度是答案的一部分。** 要比较两条流水线，必须补到同样的宽度；改一次桶的划分，就该重新验收一次。
 # `ort_answer` 因此收一个参数 `buckets`。
@@ -276,12 +278,12 @@ lab.say(
 # 一个引擎，宽度从 96 到 640 都能跑。构建用 `make_plan`，有四个选择：
 #
 # - **批大小固定为 1**，只有宽度是动态的：范围越小，构建要考虑的越少；
-# - **优化级别 1**：八百多个节点，级别每高一级，要试的策略（tactic）多一批，构建时间跟着涨。那为什么不用 0？下面有一段记录；
+# - **优化级别 1**：ONNX 里八百多个节点，级别每高一级，要试的策略（tactic）多一批，构建时间跟着涨。那为什么不用 0？下面有一段记录；
 # - **关掉 TF32**（`clear_flag`）：标准答案是 FP32 算的，我们要比的是“流水线对不对”，不想让舍入来搅局；
 # - **计时缓存**（timing cache）：同一台机器上的第二次构建可以省下试策略的时间。
 #
 # 第一次构建可能要半分钟以上，请等它一等，进度会显示出来。`@cache` 让同样的参数在一个进程里只构建一次；
-# 构建器也只造一个，一直留着：它的库有一两个 GB，最后一个构建器没了，库就卸载，下次又要几秒钟载入。
+# 构建器也只造一个，一直留着：它的库有一个多 GB，最后一个构建器没了，库就卸载，下次又要几秒钟载入。
 
 # %% tags=["gpu"]
 STRONGLY_TYPED = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
@@ -352,10 +354,10 @@ lab.say(
 
 # %% [markdown]
 # 级别 0 的构建快得多：它拿到第一个能用的策略就停手，不比较。省下的构建时间，后来加倍还了回去。
-# 下一格引用一段别处的记录：级别 0、宽度固定 160、还标出了十来个中间张量的同一个模型。
+# 下一格引用一段别处的记录：级别 0、宽度固定 160、允许 TF32、还标出了十来个中间张量的同一个模型（差别不止级别一处，所以只看数量级）。
 
 # %% tags=["demo", "gpu"]
-LEVEL_0 = {"gpu": "NVIDIA H200", "tensorrt": "10.6", "build_s": 4.8, "replay_ms": 17.2}  # recorded in the chapter on importing ONNX
+LEVEL_0 = {"gpu": "NVIDIA H200", "tensorrt": "10.6", "build_s": 5.6, "replay_ms": 17.7}  # recorded in the chapter on importing ONNX
 lab.say(
     f"记录（{LEVEL_0['gpu']}，TensorRT {LEVEL_0['tensorrt']}）：级别 0 构建 {LEVEL_0['build_s']} 秒，重放一次推理 **{LEVEL_0['replay_ms']} ms**。"
     "记住这个数，后面与级别 1 的比一比。要算几百万次的引擎，构建时多花的几十秒是最划算的投资。",
@@ -369,7 +371,7 @@ lab.say(
 #
 # | 缓冲 | 在哪里 | 放什么 |
 # |:--|:--|:--|
-# | `envelope_host` | 锁页内存 | **信封**：开头 16 字节是图的高和宽（两个 int32），后面是像素 |
+# | `envelope_host` | 锁页内存 | **信封**：开头 16 字节是图片的高和宽（两个 int32），后面是像素 |
 # | `envelope` | 显存 | 信封的副本 |
 # | `x`、`y` | 显存 | 模型的输入、输出，按最宽的桶备足 |
 # | `ids`、`probs` | 显存 | 每一步的类别和概率 |
@@ -606,7 +608,7 @@ for width in BUCKETS:
 costs = {}
 for width, (made, graph) in lanes.items():
     pair = partial(made.execute_async_v3, stream.ptr), partial(graph.launch, stream)
-    costs[width] = [lab.compare_us(*pair, clock=clock) for clock in ("submit", "end_to_end")]
+    costs[width] = [lab.compare_us(*pair, clock=clock, pairs=15) for clock in ("submit", "end_to_end")]
     submit, total = costs[width]
     rows.append((width, kernel_nodes(graph), f"{submit.first.median:.0f}", f"{submit.second.median:.1f}", f"{total.first.median:.0f}", f"{total.second.median:.0f}"))
 lab.say(lab.table(("桶（像素）", "内核节点", "提交：逐次入队 µs", "提交：图 µs", "端到端：逐次入队 µs", "端到端：图 µs"), rows))
@@ -619,22 +621,26 @@ ax.set_xticks(places, [str(width) for width in BUCKETS])
 ax.set_xlabel("桶的宽度（像素）")
 ax.set_ylabel("端到端时间（µs）")
 ax.set_title(f"PP-OCRv4 rec 一次推理（{lab.gpu_name()}）")
-ax.legend()
+ax.set_ylim(top=1.3 * max(max(total.first.median, total.second.median) for _, total in costs.values()))
+ax.legend(loc="upper left", ncols=2)
 plt.show()
 
 # %% [markdown]
-# 逐次入队的那一列随宽度变化大吗？如果四个桶差不多，说明时间花在 CPU 一个个地提交上，和图有多宽没有关系：这就是启动受限（launch-bound）。
+# ONNX 图有八百多个节点（近一半是常量），融合以后只剩表里那么多内核。
+#
+# 逐次入队的端到端时间随宽度变化大吗？如果窄的几个桶差不多，说明时间花在 CPU 一个个地提交上，和图片有多宽没有关系：这就是启动受限（launch-bound）。
+# 到了最宽的桶，逐次入队若也跟着涨，就是 GPU 的时间赶上来了。
 # 图的那一列才看得出 GPU 自己要多久。
 #
 # ### 误区二：只留一个最大的桶最省事
 #
-# 只用 640，一个上下文、一张图，什么都不用选。代价有两样，一样在上面的图里（窄的图也按 640 算），另一样是误区一说的：
+# 只用 640，一个上下文、一张图，什么都不用选。代价有两样，一样在上面的柱状图里（窄的图片也按 640 算），另一样是误区一说的：
 # 补得不一样宽，读出来的就可能不一样。反过来，桶越多，上下文和图占的显存越多，这笔账在《每个形状一张图》里算过：
 
 # %% tags=["demo", "gpu"]
 one, four = costs[BUCKETS[-1]][1].second.median, costs[BUCKETS[0]][1].second.median
 lab.say(
-    f"最窄的桶重放一次 {four:.0f} µs，最宽的 {one:.0f} µs，是它的 **{one / four:.2f} 倍**。（级别 0 的那段记录，宽 160：{LEVEL_0['replay_ms'] * 1000:.0f} µs。）\n\n"
+    f"最窄的桶重放一次 {four:.0f} µs，最宽的 {one:.0f} µs，是它的 **{one / four:.2f} 倍**。（别处的记录，{LEVEL_0['gpu']}，级别 0，宽 160：{LEVEL_0['replay_ms'] * 1000:.0f} µs。）\n\n"
     f"每多一个桶，多一个上下文，工作区按最大宽度算，是 {engine.device_memory_size_v2 / 2**20:.1f} MiB。"
 )
 
@@ -660,14 +666,14 @@ def each_its_own():
 
 swung = lab.compare_us(swing, each_its_own)
 lab.say(
-    f"两张图，宽度一张 160、一张 480，CPU 提交时间：一个上下文来回换 {swung.first.median:.0f} µs，各守一个上下文 {swung.second.median:.0f} µs，"
-    f"前者是后者的 **{swung.ratio:.2f} 倍**；两张图各重放一次只要 {sum(costs[width][0].second.median for width in (160, 480)):.0f} µs。"
+    f"两张图片，宽度一张 160、一张 480，CPU 提交时间：一个上下文来回换 {swung.first.median:.0f} µs，各守一个上下文 {swung.second.median:.0f} µs，"
+    f"前者是后者的 **{swung.ratio:.2f} 倍**；改成重放两张 CUDA 图，提交只要 {sum(costs[width][0].second.median for width in (160, 480)):.0f} µs。"
 )
 
 # %% [markdown]
 # ### 常见的写法
 #
-# 给定的 `EagerReader` 是很多项目现在的样子：预处理和后处理在 CPU 上用 NumPy，一个上下文，来一张图设一次形状，
+# 给定的 `EagerReader` 是很多项目现在的样子：预处理和后处理在 CPU 上用 NumPy，一个上下文，来一张图片设一次形状，
 # 逐个内核提交，再把概率整块搬回来。每一步都没有错。它是练习三要超过的基准。
 
 # %% tags=["gpu"]
@@ -707,14 +713,14 @@ def make_eager(engine, characters, buckets=BUCKETS):
 #
 # 其余的名字（`engine`、`desk`、`lanes` 等）来自演示单元（只做实验，评分时不运行），解答里不能用。
 #
-# ### 练习一：每个字在图上的哪里（3 分）
+# ### 练习一：每个字在图片上的哪里（3 分）
 #
 # 识别完一行字，使用者点一个字，想看它在原图上的位置。CTC 的每一步对应 8 个像素，位置本来就在里面，折叠的时候丢掉了。
 # 写 `locate(ids, probs, size, width, characters)`，把它们找回来：
 #
 # - `ids`、`probs`：每一步的类别和概率，长度都是 `width // STEP`；`width` 是桶的宽度；`size` 是原图的 (高, 宽)；
 # - **一段**是极长的、相邻的、同一类别的步，首步 `first`，末步 `last`。空白的段不出字，但会隔开两边；
-# - 图缩放以后占 `used` 列：`fitted(高, 宽)`，最多 `width`（装不下的图被压扁到正好 `width`）。
+# - 图片缩放以后占 `used` 列：`fitted(高, 宽)`，最多 `width`（装不下的图片被压扁到正好 `width`）。
 #   第 i 步占桶里的第 8i 列到第 8i + 7 列。首步的第一列不在 `used` 以内的段，整个落在填充里，**丢掉**；
 # - 一段在原图上的左边界是 `8 · first · 宽 / used` 向下取整，右边界是 `8 · (last + 1) · 宽 / used` 向上取整，但不超过原图的宽。用整数算；
 # - 一个字的置信度是这一段里最大的概率。
@@ -725,7 +731,7 @@ def make_eager(engine, characters, buckets=BUCKETS):
 # <details><summary>提示一：想一想</summary>
 #
 # 两个相同的字中间隔着空白，是一段还是两段？什么时候一段开始，什么时候一段结束，最后一步呢？
-# 桶里的一列，对应原图的多少列？分母该是桶的宽度，还是图在桶里真正占的宽度？
+# 桶里的一列，对应原图的多少列？分母该是桶的宽度，还是图片在桶里真正占的宽度？
 #
 # </details>
 # <details><summary>提示二：用到的 API</summary>
@@ -767,12 +773,12 @@ def located(ids, size, width, probs=None):
     return student.locate(np.array(ids), probs, size, width, ALPHABET)
 
 
-check.equal(located([0, 1, 1, 0, 2, 0], (48, 48), 48), [("甲", 3 / 64, 8, 24), ("乙", 5 / 64, 32, 40)], why="高 48、宽 48 的图不用缩放：一步就是原图的 8 列。“甲”占第 1、2 步。")
+check.equal(located([0, 1, 1, 0, 2, 0], (48, 48), 48), [("甲", 3 / 64, 8, 24), ("乙", 5 / 64, 32, 40)], why="高 48、宽 48 的图片不用缩放：一步就是原图的 8 列。“甲”占第 1、2 步。")
 check.equal(located([1, 0, 1, 1, 2, 2], (48, 48), 48), [("甲", 1 / 64, 0, 8), ("甲", 4 / 64, 16, 32), ("乙", 6 / 64, 32, 48)], why="空白隔开的两个“甲”是两段；没有空白，换了字也是新的一段；最后一段不要漏掉。")
 check.equal(located([1, 1, 1, 0], (48, 32), 32, [0.5, 0.75, 0.25, 0.5]), [("甲", 0.75, 0, 24)], why="一段的置信度是这一段里最大的概率，不是第一步的，也不是平均。")
 check.equal(located([1, 0, 2, 2], (96, 64), 32), [("甲", 1 / 64, 0, 16), ("乙", 4 / 64, 32, 64)], why="原图高 96，缩小了一半：桶里的 8 列是原图的 16 列。")
-check.equal(located([1, 0, 4, 4, 0, 0, 4, 0], (48, 20), 64), [("甲", 1 / 64, 0, 8), (" ", 4 / 64, 16, 20)], why="图只占 20 列：从第 24 列往后都是填充，那里的空格要丢掉；起点还在图里的一段留下，右边界不超过原图的宽。")
-check.equal(located([1, 0, 4, 0], (48, 16), 32), [("甲", 1 / 64, 0, 8)], why="图正好占 16 列，第 16 列已经是填充：从那里开始的空格也要丢掉。")
+check.equal(located([1, 0, 4, 4, 0, 0, 4, 0], (48, 20), 64), [("甲", 1 / 64, 0, 8), (" ", 4 / 64, 16, 20)], why="图片只占 20 列：从第 24 列往后都是填充，那里的空格要丢掉；起点还在图片里的一段留下，右边界不超过原图的宽。")
+check.equal(located([1, 0, 4, 0], (48, 16), 32), [("甲", 1 / 64, 0, 8)], why="图片正好占 16 列，第 16 列已经是填充：从那里开始的空格也要丢掉。")
 check.equal(located([0, 0], (48, 16), 16), [], why="全是空白，应当返回空列表。")
 ### BEGIN HIDDEN TESTS
 def rule(ids, probs, size, width):
@@ -800,9 +806,9 @@ def drawn(kind):
 
 
 for kind, why in (
-    ("full", "图正好装满桶的情形里有错。段的起点和终点、向下和向上取整、最大的概率都对吗？"),
-    ("padded", "图比桶窄的情形里有错。分母是图在桶里真正占的列数；落在填充里的段要丢掉，跨过边界的段要留下。"),
-    ("squeezed", "图比桶宽、被压扁的情形里有错。它在桶里占的列数不会超过桶的宽度。"),
+    ("full", "图片正好装满桶的情形里有错。段的起点和终点、向下和向上取整、最大的概率都对吗？"),
+    ("padded", "图片比桶窄的情形里有错。分母是图片在桶里真正占的列数；落在填充里的段要丢掉，跨过边界的段要留下。"),
+    ("squeezed", "图片比桶宽、被压扁的情形里有错。它在桶里占的列数不会超过桶的宽度。"),
 ):
     cases = [drawn(kind) for _ in range(20)]
     got = [student.locate(*case, ALPHABET) for case in cases]
@@ -810,7 +816,7 @@ for kind, why in (
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# 拿一张真的图试试你的 `locate`：每个字的框画在它该在的地方吗？
+# 拿一张真的图片试试你的 `locate`：每个字的框画在它该在的地方吗？
 
 # %% tags=["demo", "gpu"]
 words, image = unseen(4)
@@ -827,7 +833,7 @@ ax.set_axis_off()
 plt.show()
 
 # %% [markdown]
-# 框往往偏窄：模型不需要在一个字的整个宽度上都说出这个字，在它的中间说一两步就够了。
+# 框往往偏窄，还会偏一点：模型不需要在一个字的整个宽度上都说出这个字，在它附近说一两步就够了。
 #
 # ### 练习二：打开信封的内核（3 分）
 #
@@ -837,18 +843,18 @@ plt.show()
 # extern "C" __global__ void prepare(const unsigned char *envelope, float *x, int width)
 # ```
 #
-# - `envelope` 的前 8 个字节是两个 int：图的高 h 和宽 w；从第 `HEADER`（16）个字节起是像素，h × w × 3，RGB，一行接一行，中间没有空隙；
-# - `x` 是 3 × 48 × `width` 个 float，写成 `prepare(image, width)` 的样子：缩放、BGR、归一化、补 0；装不下的图压扁到 `width`；
+# - `envelope` 的前 8 个字节是两个 int：图片的高 h 和宽 w；从第 `HEADER`（16）个字节起是像素，h × w × 3，RGB，一行接一行，中间没有空隙；
+# - `x` 是 3 × 48 × `width` 个 float，写成 `prepare(image, width)` 的样子：缩放、BGR、归一化、补 0；装不下的图片压扁到 `width`；
 # - `launch_prepare` 用 `(width / 64 向上取整, 48)` 个线程块启动它，每块 64 个线程：`blockIdx.y` 是行，一个线程管这一行的一列、三个通道；
-# - `x` 的**每个**数每次都要写，填充也不例外：上一张图可能更宽，留下的字还在那里；
-# - 不读图以外的像素：信封里剩下的是上一张图的残余。
+# - `x` 的**每个**数每次都要写，填充也不例外：上一张图片可能更宽，留下的字还在那里；
+# - 不读图片以外的像素：信封里剩下的是上一张图片的残余。
 #
 # 结果和 `prepare` 比，允许相差 $10^{-5}$：同样的式子，编译器可能把一次乘和一次加合成一次，末位会有出入。
 
 # %% [markdown]
 # <details><summary>提示一：想一想</summary>
 #
-# 一个线程先要知道什么，才能决定自己是“图”还是“填充”？`taps` 里的 `above` 可能是负数，C 的整数除法向 0 取整，Python 的向下取整：
+# 一个线程先要知道什么，才能决定自己是“图片”还是“填充”？`taps` 里的 `above` 可能是负数，C 的整数除法向 0 取整，Python 的向下取整：
 # 差别出在哪些像素上？先夹（clip）再用，还是先用再夹？原图的第 k 个通道写到 `x` 的第几个通道？
 #
 # </details>
@@ -867,7 +873,7 @@ def prepare_source():
     envelope: h, w as int32 at byte 0, then from byte 16 on the pixels, uint8, h × w × 3, RGB. x: float32, 3 × 48 × width.
     Launched with (ceil(width / 64), 48) blocks of 64 threads.
     """
-    ### BEGIN SOLUTION: 每个线程写一列、三个通道；先读出 h 和 w，算出图占几列，再决定自己是图还是填充
+    ### BEGIN SOLUTION: 每个线程写一列、三个通道；先读出 h 和 w，算出图片占几列，再决定自己是图片还是填充
     return r"""
 extern "C" __global__ void prepare(const unsigned char *envelope, float *x, int width) {
     int col = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
@@ -919,19 +925,19 @@ def noise(h, w):
     return secret.integers(0, 256, (h, w, 3), dtype=np.uint8)
 
 
-prepared(np.full((48, 64, 3), 255, np.uint8), 64, "一张全白、不用缩放、正好装满的图，应当到处是 1。")
-prepared(np.full((48, 20, 3), 255, np.uint8), 64, "图只占 20 列，其余应当是 0。填充的部分也要每次都写。")
-prepared(np.array([[[200, 100, 50]]], np.uint8), 48, "只有一个像素的图：三个通道的次序是 BGR；先除以 255，再减 0.5，再除以 0.5。")
-prepared(noise(48, 100), 160, "不用缩放的图，每个像素应当原样出现。行和列、通道的下标对吗？")
-prepared(noise(24, 50), 160, "放大一倍的图不对。像素的中心在 (i + 0.5) · size / new − 0.5；图的四边夹在图以内。")
+prepared(np.full((48, 64, 3), 255, np.uint8), 64, "一张全白、不用缩放、正好装满的图片，应当到处是 1。")
+prepared(np.full((48, 20, 3), 255, np.uint8), 64, "图片只占 20 列，其余应当是 0。填充的部分也要每次都写。")
+prepared(np.array([[[200, 100, 50]]], np.uint8), 48, "只有一个像素的图片：三个通道的次序是 BGR；先除以 255，再减 0.5，再除以 0.5。")
+prepared(noise(48, 100), 160, "不用缩放的图片，每个像素应当原样出现。行和列、通道的下标对吗？")
+prepared(noise(24, 50), 160, "放大一倍的图片不对。像素的中心在 (i + 0.5) · size / new − 0.5；图片的四边夹在图片以内。")
 ### BEGIN HIDDEN TESTS
 for (h, w), width, why in (
-    ((int(secret.integers(10, 40)), int(secret.integers(60, 120))), 640, "放大的图不对。取整、插值的份额、四边的夹取都对吗？"),
-    ((int(secret.integers(50, 64)), int(secret.integers(200, 500))), 480, "缩小的图不对。两个方向的比例各算各的，宽的比例用实际占的列数算。"),
-    ((int(secret.integers(40, 60)), int(secret.integers(900, 1000))), 320, "装不下的图应当压扁到桶的宽度，而不是截断。"),
-    ((1, int(secret.integers(3, 13))), 600, "只有一行的图不对：上下两个源像素都是它自己。"),
-    ((int(secret.integers(70, 300)), 1), 96, "只有一列的图不对：左右两个源像素都是它自己。"),
-    ((64, 1024), 200, "最大的图不对。"),
+    ((int(secret.integers(10, 40)), int(secret.integers(60, 120))), 640, "放大的图片不对。取整、插值的份额、四边的夹取都对吗？"),
+    ((int(secret.integers(50, 64)), int(secret.integers(200, 500))), 480, "缩小的图片不对。两个方向的比例各算各的，宽的比例用实际占的列数算。"),
+    ((int(secret.integers(40, 60)), int(secret.integers(900, 1000))), 320, "装不下的图片应当压扁到桶的宽度，而不是截断。"),
+    ((1, int(secret.integers(3, 13))), 600, "只有一行的图片不对：上下两个源像素都是它自己。"),
+    ((int(secret.integers(70, 300)), 1), 96, "只有一列的图片不对：左右两个源像素都是它自己。"),
+    ((64, 1024), 200, "最大的图片不对。"),
     ((int(secret.integers(45, 52)), int(secret.integers(50, 90))), 8 * int(secret.integers(13, 70)), "换了一个桶的宽度，结果不对。宽度不是 64 的倍数时，多出来的线程该做什么？"),
 ):
     prepared(noise(h, w), width, why)
@@ -941,7 +947,7 @@ for _ in range(5):
     image = noise(int(secret.integers(20, 64)), int(secret.integers(20, 400)))
     envelope.write(envelope_of(image, secret.integers(0, 256, 16 + 64 * 1024 * 3, dtype=np.uint8)))
     student.launch_prepare(envelope, x, 320)
-    check.equal(x, reference.prepare(image, 320), rel=1e-5, abs=1e-5, why="同一个信封、同一个 x，换一张图再跑，结果不对：尺寸要每次从信封里读，上一张图留在 x 里的东西要盖掉。")
+    check.equal(x, reference.prepare(image, 320), rel=1e-5, abs=1e-5, why="同一个信封、同一个 x，换一张图片再跑，结果不对：尺寸要每次从信封里读，上一张图片留在 x 里的东西要盖掉。")
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -949,7 +955,7 @@ for _ in range(5):
 #
 # 写 `make_reader(engine, characters, buckets)`，返回一个对象，它有
 #
-# - `read(image)`：一张图（NumPy，`uint8`，高 × 宽 × 3，RGB）→ (文字, 置信度)；
+# - `read(image)`：一张图片（NumPy，`uint8`，高 × 宽 × 3，RGB）→ (文字, 置信度)；
 # - `graphs`：字典，桶的宽度 → `cupy.cuda.Graph`，每个桶一张。
 #
 # 它要用练习二的内核，请先做完那一道。要求：
@@ -960,12 +966,13 @@ for _ in range(5):
 # - 任何一步返回 `False` 或 `None`，抛 `RuntimeError`（给定的 `require`）；即使错在捕获中途，`stream` 也不能停在捕获状态，更不能交出一张空的图；
 # - 图里只有地址：它用到的东西，对象要一直留着；
 # - 桶是参数：隐藏测试会换别的宽度（都是 8 的倍数，从小到大），也会给引擎不接受的宽度；
-# - 不像样的图片由 `desk.put` 抛出 `TypeError` 或 `ValueError`，别拦它；抛出以后，下一张好图照常能读。
+# - 不像样的图片由 `desk.put` 抛出 `TypeError` 或 `ValueError`，别拦它；抛出以后，下一张好图片照常能读。
 #
-# **对不对**：没见过的图，读出来的字要和 ONNX Runtime 的流水线**一字不差**（包括空格），置信度相差不超过 0.002；连续读一千张，显存不增长。
+# **对不对**：没见过的图片，读出来的字要和 ONNX Runtime 的流水线**一字不差**（包括空格），置信度相差不超过 0.002
+# （评分只用余量大于 0.02 的图片；自己核对时，余量更小的请跳过）；连续读几百张，显存不增长。
 #
-# **快不快**：下面的 `serve` 回答一个请求：从显存里的 `state` 读出请求的号码，取那张图（宽度混着来），读它，把文字和置信度记回 `state`。
-# 你的 `reader` 和 `EagerReader` 各回答许多个请求，按整个请求的时间比：从取图到读出文字，每个请求都要等到结果，所以比的就是延迟。
+# **快不快**：下面的 `serve` 回答一个请求：从显存里的 `state` 读出请求的号码，取那张图片（宽度混着来），读它，把文字和置信度记回 `state`。
+# 你的 `reader` 和 `EagerReader` 各回答许多个请求，按整个请求的时间比：从取图片到读出文字，每个请求都要等到结果，所以比的就是延迟。
 # 达到 2 倍得满分；参考实现在这台机器上快得不多时，门槛降到它的加速比的一半，但不低于 1.2 倍。
 
 # %%
@@ -1000,7 +1007,7 @@ def serve(reader, state):
 #
 # 五步都只提交到 `stream`，能不能写成一个函数，预热用它，捕获也用它？预热的时候跑一遍完整的五步，有什么好处？
 # `execute_async_v3` 在捕获里返回 `False`：此刻 `stream` 还在捕获，先做什么，再抛异常？
-# `make_reader` 返回以后，谁还留着上下文？`read` 里哪一步之后，锁页内存里的结果才是这一张图的？
+# `make_reader` 返回以后，谁还留着上下文？`read` 里哪一步之后，锁页内存里的结果才是这一张图片的？
 #
 # </details>
 # <details><summary>提示二：用到的 API</summary>
@@ -1075,13 +1082,13 @@ reader = student.make_reader(rec, characters)
 check.equal(student.define(PICK, "buckets_of")(reader), [160, 320, 480, 640], why="graphs 里应当每个桶一张图。")
 for width in (160, 640):
     graph = student.define(PICK, "graph_of")(reader, width)
-    check.nodes(graph, kernels=(20, None), memcpys=(2, None), why="图里应当有完整的五步：拷入、预处理、推理（几十个内核）、后处理、拷出。")
+    check.nodes(graph, kernels=(20, None), memcpys=(2, None), why="图里应当有完整的五步：拷入、预处理、推理（几十到上百个内核）、后处理、拷出。")
 for words in (["图优化"], ["48000"], ["今日收入"]):
     text, confidence = reader.read(reference.picture(words))
     check.equal(text, words[0], why=f"“{words[0]}”没有读对。先不捕获，把五步逐个提交一遍：这样也不对，就查练习二的内核；这样对，就查捕获和同步。")
     check.that(0.9 < confidence <= 1.0, why="文字对了，置信度不像话。读结果之前等 stream 了吗？")
-check.raises("TypeError", reader.read, np.zeros((48, 48, 3), np.float32), why="float32 的图应当抛出 TypeError。")
-check.equal(reader.read(reference.picture(["重放"]))[0], "重放", why="拒绝一张不像样的图以后，下一张好图没有读对。")
+check.raises("TypeError", reader.read, np.zeros((48, 48, 3), np.float32), why="float32 的图片应当抛出 TypeError。")
+check.equal(reader.read(reference.picture(["重放"]))[0], "重放", why="拒绝一张不像样的图片以后，下一张好图片没有读对。")
 ### BEGIN HIDDEN TESTS
 REFUSING = """
 class Context:
@@ -1132,7 +1139,7 @@ for when, why in (
 ):
     check.raises("RuntimeError", student.make_reader, refusing(rec, when), characters, [160], why=why)
     check.that(not capturing(student.value("stream")), why="出错以后，stream 还停在捕获状态。end_capture 要放进 finally。")
-check.raises("RuntimeError", student.make_reader, rec, characters, [160, 4096], why="引擎不接受的宽度应当抛出 RuntimeError：bind 会替你检查。")
+check.raises("RuntimeError", student.make_reader, rec, characters, [4096], why="引擎不接受的宽度应当抛出 RuntimeError：bind 会替你检查。")
 watched = refusing(rec, "never")
 counted = student.make_reader(watched, characters, [160, 320])
 enqueued = student.define(REFUSING, "enqueued")
@@ -1153,10 +1160,10 @@ def fair(buckets, most):
             return image, text, confidence
 
 
-other = sorted(8 * int(each) for each in (secret.integers(13, 20), secret.integers(26, 38), secret.integers(50, 81)))
-pairs = [(reader, fair([160, 320, 480, 640], 1200)) for _ in range(10)]
+other = sorted(8 * int(each) for each in (secret.integers(13, 38), secret.integers(50, 81)))
+pairs = [(reader, fair([160, 320, 480, 640], 1200)) for _ in range(7)]
 another = student.make_reader(rec, characters, other)
-pairs += [(another, fair(other, 900)) for _ in range(4)]
+pairs += [(another, fair(other, 900)) for _ in range(3)]
 OCCUPY = """
 def occupy():
     import gc
@@ -1174,13 +1181,13 @@ for _ in range(2):
     for each in secret.permutation(len(pairs)):
         which, (image, text, confidence) = pairs[int(each)]
         got = which.read(image)
-        check.equal(got[0], text, why="一张没见过的图，读出来的字和 ONNX Runtime 的流水线不同。桶选对了吗？图里带着拷入和拷出吗？上下文和缓冲还留着吗？上一张图的东西盖掉了吗？")
+        check.equal(got[0], text, why="一张没见过的图片，读出来的字和 ONNX Runtime 的流水线不同。桶选对了吗？图里带着拷入和拷出吗？上下文和缓冲还留着吗？上一张图片的东西盖掉了吗？")
         check.equal(got[1], confidence, abs=2e-3, why="文字对了，置信度和 ONNX Runtime 的流水线不同。等 stream 做完才读结果了吗？")
 blocks = None
 for bad, error, why in (
     (np.zeros((48, 48), np.uint8), "ValueError", "少了通道的一维"),
-    (np.zeros((48, 0, 3), np.uint8), "ValueError", "空的图"),
-    (np.zeros((65, 1024, 3), np.uint8), "ValueError", "太大的图"),
+    (np.zeros((48, 0, 3), np.uint8), "ValueError", "空的图片"),
+    (np.zeros((65, 1024, 3), np.uint8), "ValueError", "太大的图片"),
     ("图", "TypeError", "不是数组的东西"),
 ):
     check.raises(error, reader.read, bad, why=f"{why}应当抛出 {error}。")
@@ -1202,9 +1209,9 @@ def many(reader, images, texts, times):
     return [wrong, pool_after - pool, free - free_after]
 """
 images, texts = [image for which, (image, _, _) in pairs if which is reader], [text for which, (_, text, _) in pairs if which is reader]
-wrong, grown, lost = student.define(MANY, "many")(reader, images, texts, 1000)
-check.equal(wrong, 0, why="连续读一千张，有读错的：宽度来回换的时候出了错。")
-check.that(grown <= 1 << 20 and lost <= 64 << 20, why="连续读一千张，显存一直在涨。read 里不要分配、不要捕获：图和缓冲都在 make_reader 里备好。")
+wrong, grown, lost = student.define(MANY, "many")(reader, images, texts, 400)
+check.equal(wrong, 0, why="连续读几百张，有读错的：宽度来回换的时候出了错。")
+check.that(grown <= 1 << 20 and lost <= 64 << 20, why="连续读几百张，显存一直在涨。read 里不要分配、不要捕获：图和缓冲都在 make_reader 里备好。")
 ### END HIDDEN TESTS
 
 # %% test="make_reader_speed" kind="speedup" points=3 tags=["gpu"]
@@ -1230,8 +1237,8 @@ for _ in range(3):
     image = reference.request(number)
     text, confidence, _ = reference.ort_answer(image)
     got = reader.read(image)
-    check.equal("".join(got[0].split()), "".join(text.split()), why="计时以后再读一张图，读错了：快，但没有做完该做的工作。")
-    check.equal(got[1], confidence, abs=0.05, why="计时以后再读一张图，置信度不对：快，但没有做完该做的工作。")
+    check.equal("".join(got[0].split()), "".join(text.split()), why="计时以后再读一张图片，读错了：快，但没有做完该做的工作。")
+    check.equal(got[1], confidence, abs=0.05, why="计时以后再读一张图片，置信度不对：快，但没有做完该做的工作。")
 ### END HIDDEN TESTS
 
 # %% [markdown] tags=["instructor"]
@@ -1284,14 +1291,14 @@ def one_by_one(numbers):
     return times, texts
 
 
-numbers = np.random.default_rng(24).integers(0, 10**6, 300)
-one_by_one(numbers[:24])  # warm-up
+numbers = np.random.default_rng(24).integers(0, 10**6, 120)
+one_by_one(np.arange(len(PICTURES)))  # warm-up: each scene once
 times, texts = one_by_one(numbers)
 p50 = np.median(times, axis=1)
 began = perf_counter()
-for number in numbers[:8]:
+for number in numbers[:6]:
     ort_answer(request(int(number)))
-on_cpu = (perf_counter() - began) / 8 * 1e6
+on_cpu = (perf_counter() - began) / 6 * 1e6
 rows = [(way, *(f"{np.percentile(each, q):.0f}" for q in (50, 90, 99)), f"{p50[0] / np.median(each):.2f}") for way, each in zip(WAYS, times, strict=True)]
 different = sum(len(set(three)) > 1 for three in zip(*texts, strict=True))
 lab.say(
@@ -1319,6 +1326,8 @@ fig.suptitle(f"从图片到文字（{lab.gpu_name()}）", fontsize=11)
 plt.show()
 
 # %% [markdown]
+# 左边“全在 GPU，逐次入队”的曲线如果有台阶，到右边的柱子里找：它来自不同的桶，换一次形状的代价不一样大。CUDA 图没有这笔账。
+#
 # ### 误区三：预处理放在 CPU 上就行，瓶颈在模型
 #
 # 模型进了图以后，还是这样吗？把 NumPy 的 `prepare` 和整条 GPU 流水线放在一起量：
@@ -1327,7 +1336,7 @@ plt.show()
 image = request(3)
 whole = lab.compare_us(partial(prepare, image, bucket_of(fitted(*image.shape[:2]))), partial(readers[-1].read, image), clock="end_to_end")
 lab.say(
-    f"只做预处理，NumPy 在 CPU 上：{whole.first.median:.0f} µs；GPU 上的整条流水线，从图片到文字：{whole.second.median:.0f} µs。"
+    f"同一张图片（{bucket_of(fitted(*image.shape[:2]))} 的桶），只做预处理，NumPy 在 CPU 上：{whole.first.median:.0f} µs；GPU 上的整条流水线，从图片到文字：{whole.second.median:.0f} µs。"
     f"前者是后者的 **{whole.ratio:.1f} 倍**。"
 )
 
@@ -1406,9 +1415,9 @@ lab.say(lab.table(("行", "切出来的尺寸", "桶", "读出来的", "置信�
 # |:--|:--|
 # | 图片尺寸每次都变，不能用图 | 尺寸放进信封，内核自己读；真正要一值一图的只有输入的宽度 |
 # | 填充是 0，不影响结果 | 桶的宽度是答案的一部分：核对时两边要补得一样宽 |
-# | 只留一个最大的桶最省事 | 窄的图也按最宽的算，答案还可能变；几个桶配几张图 |
+# | 只留一个最大的桶最省事 | 窄的图片也按最宽的算，答案还可能变；几个桶配几张图 |
 # | 输出长度不定，只能整块搬回来 | 缓冲按最多的备，另写一个数说有几个 |
-# | 识别对了几张就对了 | 用没见过的图和独立的标准答案核对，避开本来就勉强的情形 |
+# | 识别对了几张就对了 | 用没见过的图片和独立的标准答案核对，避开本来就勉强的情形 |
 # | 瓶颈在模型 | 一处变快，瓶颈就搬家；整条流水线一起量 |
 #
 # **带走三句话**
