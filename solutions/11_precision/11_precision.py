@@ -79,7 +79,7 @@ lab.say(
 #
 # - `1 + 2⁻⁷` 谁都存得下，`1 + 2⁻¹⁰` 只有 BF16 存不下：它的尾数只有 7 位，约等于两位半的十进制数字；
 # - `1 + 2⁻¹²` 只有 FP32 留得住；
-# - `2049` 在 FP16 里变成 2048：从 2048 起，FP16 相邻两个数之差是 2，**整数都存不全了**；
+# - `2049` 在 FP16 里变成 2048：从 2048 起，FP16 相邻两个数之差是 2，**整数都存不全了**（TF32 的尾数一样长，也如此；BF16 从 256 起就存不全）；
 # - `65520` 在 FP16 里是 `inf`：最大只到 65504。BF16 和 TF32 没有这个问题，它们的指数和 FP32 一样长；
 # - `2⁻²⁶` 在 FP16 里是 0：比最小的次正规数（subnormal，即放弃首位 1 换来的更小的数）的一半还小，就被冲掉了。
 #
@@ -108,7 +108,7 @@ plt.show()
 # %% [markdown]
 # - **FP16**：中间一段平，和 TF32 重合；往左，过了 $2^{-14}$ 就一路变差，直到 100%（变成 0）；往右，65504 处断掉。
 # - **BF16**：哪里都一样粗，但哪里都在。
-# - **TF32**：FP16 的细，BF16 的远。可它不是一种存储类型：数在显存里仍占 4 字节，只在进入张量核心（Tensor Core）做乘法时丢掉尾数。
+# - **TF32**：FP16 的细，BF16 的远。可它不是一种存储类型：数在显存里仍占 4 字节，只在进入张量核心（Tensor Core）做乘法时丢掉尾数的后 13 位。
 #
 # 所以“FP16 和 BF16 谁更准”没有答案：数的大小合适，FP16 细八倍；大小不合适，FP16 给你 `inf` 或 0。
 #
@@ -299,7 +299,7 @@ except (RuntimeError, AttributeError) as error:  # AttributeError: where add_mat
 # | $2^{-30}$ | 留住 | 留住 | 留住 | **变成 0** |
 # | $70000$ | 留住 | 留个大概 | 留个大概 | **变成 inf** |
 #
-# 用单位矩阵去乘，只有一次乘法进得了结果，回来的就是“乘数被存成了什么样”。每个数单独占一行。
+# 用单位矩阵去乘，只有一次乘法进得了结果，回来的就是“乘数被存成了什么样”。每个数单独占一行：inf × 0 是 NaN，不让它连累别的数。
 # BF16 的张量核心要计算能力 8.0 以上（安培架构起）；FP16 从 7.0 就有。精度的能力随 GPU 而变，所以先问，再用。
 
 # %% tags=["gpu"]
@@ -375,7 +375,8 @@ for name, plan in plans.items():
 # %% [markdown]
 # 读这张表要留意三件事：
 #
-# 1. 层名和网络里的不一样：相邻的层会被融合，`ReLU` 往往并进了矩阵乘，`cast` 也可能消失在邻居里；
+# 1. 层名和网络里的不一样：相邻的层会被融合，`ReLU` 往往并进了矩阵乘，`cast` 也可能消失在邻居里。
+#    表里如果写着 `gemm`，那是矩阵乘；`kgen` 是 TensorRT 现场生成的内核，名字里带 `Cas` 的就是没有并进邻居的 `cast`，各占一个内核；
 # 2. 类型的写法随版本变（`Half`、`FP16`、`Row major linear FP16 format`……），程序里要认词，别比整句；
 # 3. 权重存成 FP16，权重那一部分就只有一半大。计划里还装着内核，所以小网络的计划未必小一半，大网络看得最清楚。
 
@@ -433,7 +434,7 @@ lab.say(f"用掉的预算最多 {worst:.2f}。" + ("都在 1 以内：这些引�
 
 # %% [markdown]
 # 比一比“正负都有”和“全是正数”的相对误差：前者大得多，用掉的预算却没有跟着变大。因为结果接近 0 的那些元素，误差是从大得多的中间量里来的。
-# 反过来，把容差放宽到“相对误差 5%”，又会放过真正的错误。
+# 反过来，为了让那些元素通过，一路放宽相对容差，又会放过真正的错误。
 #
 # ### 误区：`max(abs(差)) > 容差` 能挡住坏引擎
 #
@@ -645,7 +646,7 @@ for label, w_scale, axis in (("整个张量一个刻度", np.abs(w).max() / 127,
     shares.append(gap / error)
     rows.append((label, f"{error:.3g}", f"{gap:.2g}", "有" if "int8" in str(tensor_types(plan)).lower() else "没看到"))
 lab.say(lab.table(("权重的刻度", "普通通道的最大误差", "和 NumPy 模拟之差", "检视器里有 INT8 吗"), rows))
-lab.say("引擎和模拟之差" + (f"至多是量化误差的 {max(shares):.2%}：量化的误差是**算得出来的**，不是碰运气。" if max(shares) < 0.5 else f"达到量化误差的 {max(shares):.0%}，比预想的大：这个引擎还在别处舍入了。"))
+lab.say("引擎和模拟之差" + (f"至多是量化误差的 {max(shares):.2g} 倍：量化的误差是**算得出来的**，不是碰运气。" if max(shares) < 0.5 else f"达到量化误差的 {max(shares):.2g} 倍，比预想的大：这个引擎还在别处舍入了。"))
 
 # %% [markdown]
 # 引擎和模拟为什么还会差一点？除法的最后几位不同，一个正好落在两格中间的数，就可能去了另一格，差出一格来；其余只是 FP32 的舍入。
@@ -655,7 +656,7 @@ lab.say("引擎和模拟之差" + (f"至多是量化误差的 {max(shares):.2%}�
 # ## 快多少：先看大小
 #
 # 现在轮到速度。同样三层“矩阵乘 + ReLU”，三种大小，输入输出都是 FP32（FP16 的网络首尾各一层 `cast`，也算在内）。
-# 每个样本连续入队 20 次，一次同步，和关掉 TF32 的 FP32 交替着量。BF16 占的字节和 FP16 一样多，这里不重复。先猜：最小的那个，FP16 快几倍？
+# 每个样本连续入队 20 次，一次同步，分别和关掉 TF32 的 FP32 交替着量；表里的“甲 → 乙”是同一轮比较里两边各用的时间。BF16 占的字节和 FP16 一样多，这里不重复。先猜：最小的那个，FP16 快几倍？
 
 # %% tags=["demo", "gpu"]
 CASES = [(8, 256), (8, 2048), (1024, 1024)]
@@ -676,9 +677,9 @@ for rows, width in CASES:
     for name, ratios in gains.items():
         result = lab.compare_us(base, bound_runner(rows, layers, name), clock="end_to_end", pairs=9)
         ratios.append(result.ratio)
-        line.append(f"{result.second.median / 20:.1f} µs（{result.ratio:.2f}×）")
-    table.append((f"{rows} × {width} × {width}", f"{result.first.median / 20:.1f} µs", *line))
-lab.say(lab.table(("行 × K × N", "FP32（关 TF32）", *gains), table))
+        line.append(f"{result.first.median / 20:.1f} → {result.second.median / 20:.1f} µs（{result.ratio:.2f}×）")
+    table.append((f"{rows} × {width} × {width}", *line))
+lab.say(lab.table(("行 × K × N", *(f"FP32（关 TF32）→ {name}" for name in gains)), table))
 
 fig, ax = plt.subplots()
 for (name, ratios), offset in zip(gains.items(), (-0.15, 0.15), strict=True):
