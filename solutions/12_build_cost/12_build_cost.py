@@ -424,20 +424,22 @@ for ax in axes:
 fig.suptitle(f"构建时间与延迟（{lab.gpu_name()}）")
 plt.show()
 
-quickest = min(levels, key=lambda level: levels[level][1].median)
-top = max(levels)
+latency = {level: samples.median for level, (_, samples, _) in levels.items()}
+quickest, top = min(latency, key=latency.get), max(levels)
+slower = [str(level) for level in latency if latency[level] > 1.05 * min(latency[lower] for lower in range(level + 1))]
 lab.say(
     lab.table(
         ("级别", "构建 s", "延迟 µs", "plan KiB"),
         [(level, f"{s:.2f}", f"{samples.median:.1f}", f"{size / 1024:.0f}") for level, (s, samples, size) in levels.items()],
     )
-    + f"\n\n从级别 0 到 {top}，构建时间变成 **{levels[top][0] / levels[0][0]:.1f} 倍**，延迟变成 {levels[top][1].median / levels[0][1].median:.0%}。"
-    f"这一次延迟最低的是级别 **{quickest}**。"
+    + f"\n\n从级别 0 到 {top}，构建时间变成 **{levels[top][0] / levels[0][0]:.1f} 倍**，延迟变成 {latency[top] / latency[0]:.0%}。"
+    f"这一次延迟最低的是级别 **{quickest}**；"
+    + (f"比更低的某一级还慢 5% 以上的：级别 {'、'.join(slower)}。" if slower else "没有哪一级比更低的级别慢 5% 以上。")
 )
 
 # %% [markdown]
-# **误区一：“级别越高，引擎越快。”** 级别越高，只是**候选越多、掐表越多**。候选多了，最好的不会变差，可掐表有噪声，
-# 相邻的两级谁快谁慢都有可能；收益也可能在低级别就已经到头，而构建时间一分不少。以你自己的那张图为准：曲线从哪一级起变平，就停在哪一级。
+# **误区一：“级别越高，引擎越快。”** 级别决定的是**怎么找、找多久**，不保证找到什么。比的是一个个策略单独跑的时间，
+# 掐表有噪声，放进整个引擎以后也不一定还是那么快：高一级反而慢，也会出现；收益也可能在低级别就已经到头，而构建时间一分不少。以你自己的那张图为准：曲线从哪一级起变平，就停在哪一级。
 #
 # 开发时用低级别求快，发布时再升上去，是常见的折中。但要记得：**级别变了，引擎就变了**，数值也可能变，测试要用发布的级别。
 #
@@ -456,15 +458,15 @@ lab.say(
 
 # %% tags=["demo", "gpu"]
 def timed_build(blob, weights):
-    """Seconds of a build with the timing cache blob, and the cache's bytes afterwards."""
+    """Seconds of a build with the timing cache blob, the cache's bytes afterwards, and the plan."""
     network, config = conv_network(weights), make_config()
     config.set_timing_cache(config.create_timing_cache(blob), ignore_mismatch=False)
     start = perf_counter()
-    built(network, config)
-    return perf_counter() - start, bytes(config.get_timing_cache().serialize())
+    plan = built(network, config)
+    return perf_counter() - start, bytes(config.get_timing_cache().serialize()), plan
 
 
-cold_seconds, known = timed_build(b"", trained)
+cold_seconds, known, cold_plan = timed_build(b"", trained)
 empty_size = len(bytes(make_config().create_timing_cache(b"").serialize()))
 plans = {
     "同一个网络，再来一次": [trained] * 3,
@@ -474,7 +476,7 @@ plans = {
 took, grown = {"从零开始": [cold_seconds]}, {"从零开始": len(known) - empty_size}
 for name, each_time in plans.items():
     builds = [timed_build(known, weights) for weights in each_time]
-    took[name] = [seconds for seconds, _ in builds]
+    took[name] = [seconds for seconds, _, _ in builds]
     grown[name] = len(builds[-1][1]) - len(known)
 
 typical = {name: float(np.median(each)) for name, each in took.items()}
@@ -551,7 +553,7 @@ lab.say(
     lab.table(("喂给它的", "造出了缓存", "挂上了", "构建成功", "日志里的第一句"), rows)
     + f"\n\n子进程的退出码：{code}。"
     + (f"**{'、'.join(accepted)}**：TensorRT 的两个函数都说成功，" if accepted else "这一次，坏的都被 TensorRT 拒绝了。")
-    + (f"其中{'、'.join(silent)}连日志里也一声不吭。" if silent else "只在日志里说了一句。" if accepted else "")
+    + (f"其中**{'、'.join(silent)}**连日志里也一声不吭。" if silent else "只在日志里说了一句。" if accepted else "")
 )
 
 # %% [markdown]
@@ -560,7 +562,8 @@ lab.say(
 # - **悄悄变慢**：缓存不能用，返回值却可能是成功，只在日志里留一句话。没有人看，每次启动就都从零开始，谁也不知道为什么；
 # - **悄悄用错**：坏掉的字节没有被认出来。TensorRT 检查的是它自己的文件头和格式，不是每一个字节。
 #
-# 所以两条规矩：**没验过的字节不要交给它；没用上缓存要大声说出来。** 怎么验？在外面再包一层：一行文件头，写明来自哪台机器、内容的摘要（SHA-256）是多少。
+# 所以两条规矩：**没验过的字节不要交给它；没用上缓存要大声说出来。** 怎么验？在外面再包一层：一行文件头，写明来自哪台机器、内容的摘要是多少
+# （SHA-256：不管多长的内容，都算成 64 位十六进制数，内容改一个字节，算出来的就完全不同）。
 # `ignore_mismatch=True` 则相反，它让 TensorRT 对“别的 GPU 上量的”也不在乎；除非清楚自己在做什么，不要打开。
 
 # %%
@@ -603,7 +606,7 @@ for name, stored, machine in (("原样", sealed, here), ("换了 GPU", sealed, t
 # %% [markdown]
 # ## 两次构建，是同一个引擎吗
 #
-# 同样的权重、同样的配置，从零开始构建两次，再带着第二次留下的缓存构建两次。比三样东西：plan 的字节、每层选中的策略、同一批输入的输出。
+# 前面从零开始构建过一个引擎，留下了缓存。同样的权重、同样的配置，再从零开始构建一次，再带着那份缓存构建两次。比三样东西：plan 的字节、每层选中的策略、同一批输入的输出。
 # 策略从引擎检查器里读，它马上就会登场。
 
 # %% tags=["demo", "gpu"]
@@ -619,25 +622,22 @@ def tactics(plan):
     return [str(layer.get("TacticName", layer.get("TacticValue"))) if isinstance(layer, dict) else layer for layer in layers]
 
 
-wide = random_weights((3, 48, 64), 5)
-keeping = make_config()
-keeping.set_timing_cache(keeping.create_timing_cache(b""), ignore_mismatch=False)
-cold_plans = [build_from(b"", wide), built(conv_network(wide), keeping)]
-wider_known = bytes(keeping.get_timing_cache().serialize())
-warm_plans = [build_from(wider_known, wide) for _ in range(2)]
+cold_plans = [cold_plan, build_from(b"", trained)]
+warm_plans = [build_from(known, trained) for _ in range(2)]
 rows = []
-for name, (one, two) in (("从零开始，两次", cold_plans), ("同一份缓存，两次", warm_plans), ("头一次从零开始，与带缓存", (cold_plans[0], warm_plans[0]))):
+for name, (one, two) in (("从零开始，两次", cold_plans), ("同一份缓存，两次", warm_plans), ("后一次从零开始，与带缓存", (cold_plans[1], warm_plans[0]))):
     chosen = [tactics(each) for each in (one, two)]
     outputs = [run_plan(each, images) for each in (one, two)]
     same = sum(a == b for a, b in zip(*chosen, strict=False)) if len(chosen[0]) == len(chosen[1]) else 0
     rows.append((name, word[one == two], " 和 ".join(str(len(each)) for each in chosen), word[same == len(chosen[0]) == len(chosen[1])], f"{np.abs(outputs[0] - outputs[1]).max():.1e}"))
-truth = expected(wide, images)
+truth = expected(trained, images)
 error = max(np.abs(run_plan(each, images) - truth).max() for each in (*cold_plans, *warm_plans))
 lab.say(lab.table(("比较", "plan 逐字节相同", "引擎层数", "每层的策略都相同", "输出最多差"), rows) + f"\n\n四个引擎和 NumPy（float64）最多差 {error:.1e}。")
 
 # %% [markdown]
-# **误区三：“同一份模型，构建出来的就是同一个引擎。”** 不保证。掐表的噪声会让势均力敌的策略轮流胜出，不同的策略加法的次序不同，
-# 最后几位就不同；一个用 FP32、一个用 TF32，差得还要多，连要不要插一次重排也可能不同。这一次你看到的几行也许策略全都相同，多跑几次、换个忙碌的机器再看。准确的说法是：
+# **误区三：“同一份模型，构建出来的就是同一个引擎。”** 不保证。掐表的噪声会让势均力敌的策略轮流胜出，不同的策略，加法的次序可能不同，
+# 最后几位就可能不同；一个用 FP32、一个用 TF32，差得还要多，连要不要插一次重排也可能不同。这一次你看到的，也许策略全都相同，也许策略不同、
+# 输出恰好一样；多跑几次、换个忙碌的机器再看。准确的说法是：
 #
 # - **不带缓存**：策略可能变，输出可能跟着变（末几位，或者 TF32 那么多），plan 的字节更可能变，哪怕策略全都相同；
 # - **带同一份缓存**：选择大多固定下来，但官方并不承诺逐字节相同；有人报告过，大模型用同一份缓存重建，输出仍差了末几位；
@@ -656,8 +656,8 @@ def outcome(work):
 
 
 strict_rows = [
-    ("缓存里都有", outcome(lambda: build_from(wider_known, wide, strict=True))),
-    ("空缓存", outcome(lambda: build_from(b"", wide, strict=True))),
+    ("缓存里都有", outcome(lambda: build_from(known, trained, strict=True))),
+    ("空缓存", outcome(lambda: build_from(b"", trained, strict=True))),
 ]
 lab.say(lab.table(("严格模式", "结果"), [(name, found.replace("|", "／").replace("\n", " ")) for name, found in strict_rows]))
 
@@ -692,15 +692,16 @@ lab.say(
 # %% [markdown]
 # **误区四：“工作区设多大，就占多大。”** 上限只决定构建时**哪些策略有资格参加**，引擎真正要多少由选中的策略决定，问 `engine.device_memory_size_v2`。
 # 这个数里还有层与层之间的中间结果（这里一份就是 4×32×64×64 个 FP32，2048 KiB），那一份不归工作区的上限管，所以上限是 0，它也不是 0。
-# 设得小，也许丢掉最快的策略；设得比空闲显存还大，构建时就会真的去要，要不到再跳过。
+# 设得小，也许丢掉最快的策略；换上来的策略要另一种数据排列，就要多插一次重排、多放一份副本，于是上限小了，这个数反而变大，也会出现。
+# 设得比空闲显存还大，构建时就会真的去要，要不到再跳过。
 #
 # 一层的策略**全被跳过**，就没有可选的了，于是有了那句 `Could not find any implementation for node …`。它只说结果，不说原因。原因至少有三种，治法完全不同：
 #
 # | 原因 | 日志里的线索 | 治法 |
 # |:--|:--|:--|
-# | 工作区上限太小 | 这一层之前有“要多少、可用多少”的跳过，要的比空闲显存少 | 把上限提到够最省的那个策略 |
+# | 工作区上限太小 | 失败的这一层有“要多少、可用多少”的跳过，要的不超过空闲显存 | 把上限提到够最省的那个策略 |
 # | 显存不够 | 同上，但连最省的策略也超过空闲显存 | 腾显存、缩小形状，提上限没有用 |
-# | 没有这种内核 | 这一层之前没有任何因内存的跳过 | 换类型、换算子写法、升级，或写插件 |
+# | 没有这种内核 | 失败的这一层没有任何因内存的跳过 | 换类型、换算子写法、升级，或写插件 |
 #
 # 还有一种更早的失败：解析器不认识这个算子，根本没有走到构建。相反，**构建成功了，那些“跳过策略”的警告就不用管**：它只是说有几个候选没资格，别的候选赢了。
 #
@@ -931,7 +932,7 @@ check.equal(sum(got["precisions"].values()), sum(bool(layer["Outputs"]) for laye
 # %% [markdown]
 # ### 练习二：断案（2 分）
 #
-# 构建日志整理过以后，只剩下面五种行（`LOG_LINES` 里各有一例）：
+# 构建日志整理过以后，只剩下面五种行（前四种 `LOG_LINES` 里都有，最后一种见 `PARSER_LINE`）：
 #
 # - `Timing Runner: 节点名 (…)`：从这一行起，后面的行说的都是这个节点，直到下一个 `Timing Runner`；
 # - `Tactic: 0x… Time: …`：一个策略量到了时间；
@@ -1057,7 +1058,7 @@ check.equal([student.diagnose(log, free) for log, free in cases], wants, why="�
 #    换一个空缓存照常构建，并在 `notes` 里说明原因。**没有通过 `unseal` 的字节不许交给 TensorRT**，`ignore_mismatch` 一律是 `False`；
 # 3. 构建返回 `None`：抛出 `RuntimeError`，文件保持原样；
 # 4. 构建成功就把缓存存回去。**别的构建可能刚刚写过**：存之前在锁里重新读一遍文件，把里面信得过的条目并进来，谁的也不丢；
-# 5. 锁只在“读、并、写”的时候拿着。构建可能要几分钟，那时候不许占着锁；
+# 5. 锁用给定的 `locked`，锁文件是同一个文件夹里的 `timing.lock`，只在“读、并、写”的时候拿着。构建可能要几分钟，那时候不许占着锁；
 # 6. 原子地写：先写到同一个文件夹的临时文件，再用 `replace` 换过去，这样别人任何时候读到的都是完整的一份。不留下临时文件；
 # 7. 内容没有变就不要重写；存不了（磁盘满、没有权限）不能毁掉这次构建：照样返回 `plan`，在 `notes` 里说明。
 #
@@ -1578,7 +1579,7 @@ check.that(
 # | 计时缓存就是引擎缓存 | 里面没有引擎；要省掉整个构建，存 plan |
 # | 缓存坏了会报错 | 返回值可能照样是成功，只在日志里留一句，甚至一声不吭；自己包一层文件头和摘要 |
 # | 工作区设多大就占多大 | 上限只决定哪些策略有资格；实际占用问引擎 |
-# | `Could not find any implementation` 就是不支持 | 先看这一层之前有没有因内存的跳过，再看最省的要多少 |
+# | `Could not find any implementation` 就是不支持 | 先看失败的这一层有没有因内存的跳过，再看最省的要多少 |
 # | 检查器随时能看 | 细节在构建时就定了：`DETAILED`；动态形状要先设形状 |
 #
 # **带走三句话**
