@@ -44,14 +44,14 @@ lab.here()
 # | 编译器的输出窗口 | 日志（logger） | 所有的警告和错误都往这里写 |
 # | 编译器 | 构建器（builder） | 造出网络和配置，并把它们编译成计划 |
 # | 源代码 | 网络（network） | 有哪些层、怎样连接；只是描述，不会计算 |
-# | 编译选项 | 构建配置（builder config） | 优化到几级、可以用多少暂存、显示进度 |
+# | 编译选项 | 构建配置（builder config） | 优化到几级、可以用多少工作区、显示进度 |
 # | 可执行文件 | 计划文件（plan） | 编译的结果，一串字节，可以存盘 |
 # | 操作系统的加载器 | 运行时（runtime） | 把计划读进来 |
 # | 装进内存的程序 | 引擎（engine） | 内核和权重，只读，可以被许多人同时使用 |
 # | 一个进程 | 执行上下文（execution context） | 自己的暂存、自己的形状和地址；一个上下文同一时刻只做一件事 |
 # | 调用一次 | `execute_async_v3` | 把一次推理放进一条流，马上返回 |
 #
-# 谁造出谁，画出来是这样（这一格不需要 GPU）：
+# 先有谁，才有谁，画出来是这样（这一格不需要 GPU）：
 
 # %% tags=["demo"]
 import matplotlib.pyplot as plt
@@ -74,12 +74,12 @@ lab.draw_graph(
             (ENGINE, CONTEXT),
         ],
     ),
-    title="谁造出谁",
+    title="先有谁，才有谁",
 )
 plt.show()
 
 # %% [markdown]
-# 图的左半边只在构建时需要，慢，几秒到几分钟；右半边在服务时需要，快。隔开两边的是计划：
+# 构建器、网络、配置只在构建时需要，慢：本章的小网络零点几秒，大模型几分钟到几十分钟。运行时、引擎、上下文在服务时需要，快。隔开两边的是计划：
 # **构建的机器上造好，存成文件，服务的机器上只有运行时、引擎和上下文。**
 #
 # 计划认人：换一个 TensorRT 版本，或者换一种 GPU，它通常就加载不了（怎样放宽，见《引擎的生命周期》）。
@@ -128,7 +128,7 @@ class Forgetful(trt.ILogger):
 notes = Notes()
 noted_builder = trt.Builder(notes)
 for severity, message in notes.lines[:6]:
-    print(f"{severity:8} {message[:160]}")
+    print(f"{severity:8} {message[:400]}")
 
 try:
     trt.Builder(Forgetful())
@@ -136,13 +136,15 @@ except TypeError as error:
     print("忘了基类的 __init__：", type(error).__name__, str(error)[:160])
 
 # %% [markdown]
-# 看到一条警告，说这个日志和已经在用的那个不同吗？进程里第一个交给 TensorRT 的日志有个特殊身份：
+# 看到一条消息，说这个日志和已经在用的那个不同（differs from one already provided）吗？它是警告还是 `INFO`，各个版本不一样。
+# 进程里第一个交给 TensorRT 的日志有个特殊身份：
 # 凡是不属于某个对象的消息都归它。所以**一个进程用一个日志**就好，本课程用的是 `lab.trt_logger()`：
 #
 # - 错误打印成一行“TensorRT 报告错误：…”，警告和更轻的消息不打印；
 # - 同时留着，`lab.trt_errors()` 取走最近的几条，好写进异常里。
 #
-# 有了它，就可以写本章最重要的一个函数了。TensorRT 的“没成”只有两种样子：该给对象的给了 `None`，该给真假的给了 `False`。
+# 有了它，就可以写本章最重要的一个函数了。TensorRT 的“没成”多半是两种样子：该给对象的给了 `None`，该给真假的给了 `False`
+# （还有两个调用另有样子，练习一的表里会列出来）。
 
 # %%
 class EngineError(RuntimeError):
@@ -315,6 +317,7 @@ lab.say(
 
 # %% [markdown]
 # 构建的结果是 `IHostMemory`：一块主机内存，大小是 `.nbytes`（它没有 `len()`），`bytes(plan)` 就能存盘。
+# 计划比权重大，因为里面还有编译好的内核，和运行它们要知道的一切。
 #
 # 被取消的构建没有抛异常，返回 `None`。构建失败也是同样的样子。
 #
@@ -357,8 +360,8 @@ lab.say(
 # %% [markdown]
 # 层数为什么少了？编译器把几层合成了一层，这叫融合（fusion）。后面会去数，合到最后还剩几个内核。
 #
-# 现在左半边可以扔了：引擎已经在手里，网络、配置、构建器、计划和权重数组都不再需要。
-# 反过来，右半边有先后：引擎在用，运行时要在；上下文在用，引擎要在（Python 的绑定会替你留住上一级）；
+# 现在构建用的那一半可以扔了：引擎已经在手里，网络、配置、构建器、计划和权重数组都不再需要。
+# 服务用的那一半有先后：引擎在用，运行时要在；上下文在用，引擎要在（Python 的绑定会替你留住上一级）；
 # **缓冲在 GPU 做完之前，要你自己留住**，因为上下文只记得地址。
 #
 # ## 第五步：绑定，执行
@@ -394,10 +397,10 @@ float32_error = np.abs((np.maximum(question @ w1 + b1, 0) @ w2 + b2) - mlp_exact
 lab.say(f"和 float64 的结果相比，最大误差 **{error:.1e}**；NumPy 用 float32 算，误差 {float32_error:.1e}。结果的大小在 {np.abs(ys.get()).max():.1f} 以内。")
 
 # %% [markdown]
-# 误差是不是比 NumPy 的 float32 大得多？`trt.BuilderFlag.TF32` 默认打开：构建器可以用 TF32 做 float32 的矩阵乘，
+# 两个误差差不多，还是引擎的大了上千倍？大了上千倍，就是用上了 TF32。`trt.BuilderFlag.TF32` 默认打开：构建器可以用 TF32 做 float32 的矩阵乘，
 # 乘数只留约 10 位尾数（float32 有 23 位），每个乘积的相对误差就有千分之一的量级。它不算违反强类型：存的仍是 float32。
 #
-# 是否真的用上，取决于哪种策略快，所以每块 GPU 上可能不同。比较时**容差要按 TF32 给**，或者 `config.clear_flag(trt.BuilderFlag.TF32)`。
+# 是否真的用上，取决于哪种策略快：换一块 GPU、换一个版本、换一个尺寸，都可能不同。所以比较时**容差要按 TF32 给**，或者 `config.clear_flag(trt.BuilderFlag.TF32)`。
 # 《强类型精度与显式量化》会讲透。
 #
 # 揭晓第二步的谜底：描述完就清零、构建完又改成 5 的那份权重，引擎里是什么？
@@ -525,7 +528,7 @@ for label, handle in (("自己的流", stream.ptr), ("默认流", 0)):
     went_in = noted_context.execute_async_v3(handle)
     cp.cuda.Device().synchronize()
     warnings = [message for severity, message in notes.lines if severity == "WARNING"]
-    print(f"{label}：返回 {went_in}；警告 {len(warnings)} 条", *(message[:200] for message in warnings), sep="\n  ")
+    print(f"{label}：返回 {went_in}；警告 {len(warnings)} 条", *(message[:400] for message in warnings), sep="\n  ")
 
 # %% [markdown]
 # 用默认流会多出一些同步，TensorRT 会为此发一条警告（只写进日志，`lab.trt_logger()` 不打印警告，所以你平时看不见）。
@@ -583,7 +586,6 @@ FAULTS = {
     "名字打错": lambda: unbound.set_tensor_address("X", xs.data.ptr),
     "没有绑定就入队": lambda: unbound.execute_async_v3(stream.ptr),
     "批大小 99，Profile 到 16": lambda: elastic.set_input_shape("x", (99, WIDTHS[0])),
-    "没有设形状就入队": lambda: elastic.execute_async_v3(stream.ptr),
 }
 lab.trt_errors()
 rows = []
@@ -597,7 +599,8 @@ for fault, call in FAULTS.items():
 lab.say(lab.table(("犯的错", "结果", "日志里的错误"), rows), measured=False)
 
 # %% [markdown]
-# 上面的每一行“TensorRT 报告错误”都说得很具体：哪个张量、哪一维、合法的范围是多少。可是程序得到的，多半只有 `None` 和 `False`。
+# 上面的“TensorRT 报告错误”大多说得很具体：少了什么、哪个张量、合法的范围是多少。可是程序得到的，只有表里那一列，多半是 `None` 和 `False`。
+# 也看看“半精度乘单精度”那一行：错误如果不止一条，第一条在描述时就写进了日志，程序却到构建时才拿到 `None`。
 #
 # 不检查 `None`，下一行才出错，而且说的是另一回事：
 
@@ -632,7 +635,7 @@ print(f"设 4：{set_4}；设 99：{set_99}；入队：{went_in}；要 99 行，
 
 # %% [markdown]
 # 看最后一行：入队成功了吗？写出了几行？如果是 `True` 和 4，那就是最坏的一种：**设置失败，程序带着旧形状跑完了**，
-# 剩下的 95 行是上次留在缓冲里的东西，没有一处异常。四个会返回 `False` 的调用都要查：
+# 剩下的 95 行是缓冲里原来的东西，没有一处异常。四个会返回 `False` 的调用都要查：
 # `set_input_shape`、`set_tensor_address`、`set_optimization_profile_async`、`execute_async_v3`。
 #
 # ### 误区：输出多大，问引擎就行
@@ -668,13 +671,9 @@ def worst_error(buffer):
     return bound, went_in, float(np.abs(ys.get() - mlp_exactly(question)).max())
 
 
-lab.say(
-    lab.table(
-        ("x 绑定到", "绑定", "入队", "最大误差"),
-        [(buffer.dtype, bound, went_in, f"{wrong:.2g}") for buffer in (xs, doubles) for bound, went_in, wrong in (worst_error(buffer),)],
-    )
-)
+rows = [(buffer.dtype, bound, went_in, f"{wrong:.2g}") for buffer in (xs, doubles) for bound, went_in, wrong in (worst_error(buffer),)]
 require(first_context.set_tensor_address("x", xs.data.ptr), BindError, "绑定 x 失败")
+lab.say(lab.table(("x 绑定到", "绑定", "入队", "最大误差"), rows))
 
 # %% [markdown]
 # 绑定成功，入队成功，结果是乱码。INT32 和 INT64 混用是最常见的一种：TensorRT 8 会悄悄把 INT64 变成 INT32，10 起原样保留，
@@ -717,12 +716,15 @@ with tempfile.TemporaryDirectory() as folder:
     saved = Path(folder, "first.plan")
     saved.write_bytes(bytes(first_plan))
     child = subprocess.run([sys.executable, "-c", CHILD, str(saved)], capture_output=True, text=True, timeout=60, check=False)
-print(child.stdout.strip())
-print(f"子进程的退出码：{child.returncode}。这个进程不受影响，再推理一次，结果{'正确' if worst_error(xs)[-1] < 0.05 else '错误'}。")
+told = child.stdout.strip().splitlines()
+steps = [line for line in told if not line.startswith("TensorRT 报告错误")]
+print(*steps, sep="\n")
+print(f"子进程里，TensorRT 的日志还写了 {len(told) - len(steps)} 条错误。退出码：{child.returncode}。这个进程不受影响，再推理一次，结果{'正确' if worst_error(xs)[-1] < 0.05 else '错误'}。")
 
 # %% [markdown]
 # 绑定和入队照样说“好”，要到同步时才出事（在少数能让 GPU 直接读主机内存的系统上，甚至不出事，只是慢）。
-# 出事以后，这个进程里的每一个 CUDA 调用都会失败，只能重启。所以**必须在入队之前就拒绝**，练习三就写一个这样的运行器。
+# 出事以后，这个进程里的每一个 CUDA 调用都会失败，连清理引擎和上下文也不例外，只能重启
+# （退出码如果是 0，那只是因为子进程把异常接住了）。所以**必须在入队之前就拒绝**，练习三就写一个这样的运行器。
 
 # %% [markdown]
 # ## 一个引擎有几个内核
@@ -732,7 +734,7 @@ print(f"子进程的退出码：{child.returncode}。这个进程不受影响，
 # 讲义说：“一个典型的推理模型包含数十个层，每层对应一个或多个 kernel。”用框架逐层执行时，这句话不错。构建成引擎以后呢？
 #
 # 数内核有个干净的办法：把一次入队捕获成 CUDA 图，数里面的节点。上下文的第一次入队会做一些初始化，
-# 捕获里不允许，所以**先正常入队一次，再捕获**。为什么不直接用这张图来推理？那是《捕获 TensorRT 推理》一章的事，这里只数节点。
+# 捕获里可能不允许，所以**先正常入队一次，再捕获**。为什么不直接用这张图来推理？那是《捕获 TensorRT 推理》一章的事，这里只数节点。
 #
 # 下面的网络是一座“塔”：矩阵乘、加偏置、`tanh`，重复 `depth` 次。
 
@@ -816,7 +818,7 @@ lab.say(
 )
 
 # %% [markdown]
-# 引擎的检查器（engine inspector）能说出每一层的名字，名字里常常就写着谁和谁合在了一起：
+# 引擎的检查器（engine inspector）能说出每一层的名字，名字里常常就写着谁和谁合在了一起，例如 `AddTan` 是加偏置和 `tanh` 合成了一个：
 
 # %% tags=["demo", "gpu"]
 inspector = towers[2].engine.create_engine_inspector()
@@ -825,7 +827,7 @@ for index in range(min(6, towers[2].engine.num_layers)):
 
 # %% [markdown]
 # 所以更准确的说法是：**网络的层是源代码，内核是编译的结果，两者没有一一对应。**
-# 偏置和激活多半被合进了矩阵乘，也可能几层合成一大块；引擎的“层”也不等于内核，一层可能启动不止一个。要知道真正有几个，就去数。
+# 偏置和激活可能彼此合成一个，也可能一起合进矩阵乘，还可能几层合成一大块，看上面的名字；引擎的“层”也不等于内核，一层可能启动不止一个。要知道真正有几个，就去数。
 #
 # 层少了，启动就少了，CPU 就闲了。把同样的塔用 CuPy 逐层启动（每层 `cp.matmul`、加一、`cp.tanh` 三个调用），和引擎轮流上场：
 
@@ -1459,7 +1461,7 @@ check.equal(buffers["y"].read(), want, why="加载失败过以后，再加载好
 # 1. `m = x @ w`；2. `m = m + b`；3. `q = floor(m / 16)`；4. `q = q × 16`；5. `r = m − q`；6. `x = r − 8`。
 #
 # 这种古怪的网络有个好处：输入是 −8～7 的整数，`w` 只含 −1、0、1，所以每一步都是不大的整数，用 float32、TF32 算都**一点误差没有**。
-# 不管构建器选了哪种策略，结果必须和给定的 `blocks_by_numpy` 逐个相等；而且 `x` 永远不会停在一个值上，少做一轮都看得出来。
+# 不管构建器选了哪种策略，结果必须和给定的 `blocks_by_numpy` 逐个相等；而且 `x` 几乎不可能停在一个值上，少做一轮都看得出来。
 #
 # 写 `make_stepper(blocks, x)`：`blocks` 是一串 `(w, b)`（NumPy float32，`(宽, 宽)` 和 `(宽,)`），`x` 是 CuPy float32，`(行, 宽)`。
 # 返回一个不带参数的函数 `step`，每调用一次：
