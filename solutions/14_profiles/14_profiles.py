@@ -308,10 +308,10 @@ def new_context(engine: trt.ICudaEngine) -> trt.IExecutionContext:
 # `config.progress_monitor = lab.build_progress()` 让构建时有一行进度；`lab.timing_cache(config)` 让同样的计时不必做第二次，《构建的代价》细讲这两样。
 #
 # 建三个引擎。前两个都是一个宽的 Profile，只有 opt 不同；第三个有两个窄的 Profile，故意把长的排在前面：序号只是序号，不说明长短。
-# 批大小都是 1 到 8，opt 取 8。
+# 批大小都是 1 到 16，opt 取 8。
 
 # %% tags=["demo", "gpu"]
-def ranges_of(*lengths, batches=(1, 8, 8)):
+def ranges_of(*lengths, batches=(1, 8, 16)):
     """Profiles from length triples (min, opt, max), all with the same batches."""
     return [tuple(zip(each, batches, strict=True)) for each in lengths]
 
@@ -1305,7 +1305,7 @@ def make_runner(plan):
 
 
 # %% test="make_runner_visible" kind="structure" points=1 tags=["gpu"]
-TWO = [((65, 1), (512, 8), (512, 8)), ((8, 1), (32, 8), (64, 8))]
+TWO = [((65, 1), (512, 8), (512, 16)), ((8, 1), (32, 8), (64, 16))]
 runner = student.make_runner(reference.build_plan(TWO))
 
 
@@ -1333,7 +1333,7 @@ check.equal(y, reference.answers(data), abs=0.5, why="拒绝了不合法的输�
 ### END HIDDEN TESTS
 
 # %% test="make_runner" kind="structure" points=3 tags=["gpu"]
-TWO = [((65, 1), (512, 8), (512, 8)), ((8, 1), (32, 8), (64, 8))]
+TWO = [((65, 1), (512, 8), (512, 16)), ((8, 1), (32, 8), (64, 16))]
 runner = student.make_runner(reference.build_plan(TWO))
 pairs = []
 for length, batch in ((300, 2), (20, 4), (300, 1), (21, 4)):
@@ -1442,7 +1442,7 @@ for broken in (plan[: len(plan) // 2], b""):
 #
 # 最省事的服务是这样的：一个宽 Profile，每个请求都填充到 512。它就是给定的 `PaddedServer`，也是这道题的对手。
 #
-# `state` 是 GPU 上的 float32 数组，形状 `(512, 8, WIDTH)`。服务一个长度为 L 的请求，就是：
+# `state` 是 GPU 上的 float32 数组，形状 `(512, 批大小, WIDTH)`。服务一个长度为 L 的请求，就是：
 #
 # 1. 用 `state` 的前 L 个 token 推理；
 # 2. `merge(state, out, L)`：把结果的前 L 行并进 `state` 的前 L 行（给定的内核，`stream` 上）。
@@ -1518,7 +1518,7 @@ with stream:
 stream.synchronize()
 
 # %% [markdown]
-# 写 `make_server(plan, state)`：`plan` 有一个或几个互不重叠的 Profile，次序不定，合起来盖住长度 8 到 512，批大小都含 8（也就是 `state` 的第二维）。
+# 写 `make_server(plan, state)`：`plan` 有一个或几个互不重叠的 Profile，次序不定，合起来盖住长度 8 到 512，批大小都含 `state` 的那一个。
 # 返回一个可以调用的 `server(lengths)`：
 #
 # - 在 `stream` 上依次服务这些请求，**按真实长度推理**，不填充；不等 GPU 做完就返回；
@@ -1579,7 +1579,7 @@ def make_server(plan, state):
 
 
 # %% test="make_server_result" kind="structure" points=1 tags=["gpu"]
-TWO = [((65, 1), (512, 8), (512, 8)), ((8, 1), (32, 8), (64, 8))]
+TWO = [((65, 1), (512, 8), (512, 16)), ((8, 1), (32, 8), (64, 16))]
 start = secret.integers(-8, 8, (512, 8, 256)).astype(np.float32)
 x = on_gpu(start)
 server = student.make_server(reference.build_plan(TWO), x)
@@ -1602,18 +1602,18 @@ for bad in ([513], [30, 7, 30]):
 # A plan of another design: one profile for all lengths.
 start = secret.integers(-8, 8, (512, 8, 256)).astype(np.float32)
 x = on_gpu(start)
-server = student.make_server(reference.build_plan([((8, 1), (512, 8), (512, 8))]), x)
+server = student.make_server(reference.build_plan([((8, 1), (512, 8), (512, 16))]), x)
 server([64, 65, 40])
 check.equal(x, reference.merged(start, [64, 65, 40]), abs=0.5, why="换一个引擎（只有一个 Profile），结果不对。范围要问引擎，不要写死。")
 ### END HIDDEN TESTS
 
 # %% test="make_server_speed" kind="speedup" points=2 tags=["gpu"]
-WIDE, TWO = [((8, 1), (512, 8), (512, 8))], [((65, 1), (512, 8), (512, 8)), ((8, 1), (32, 8), (64, 8))]
+WIDE, TWO = [((8, 1), (512, 8), (512, 16))], [((65, 1), (512, 8), (512, 16)), ((8, 1), (32, 8), (64, 16))]
 
 
 def drawn_state():
     """A random state."""
-    return secret.integers(-8, 8, (512, 8, 256)).astype(np.float32)
+    return secret.integers(-8, 8, (512, 16, 256)).astype(np.float32)
 
 
 # Four requests, one from each quarter of the traffic, in random order: random, and yet about as long as the traffic on the whole.
@@ -1647,7 +1647,7 @@ check.equal(x, reference.merged(start, trace), abs=0.5, why="计时以后再服�
 # %% tags=["demo", "gpu"]
 trace = [REQUESTS_SORTED[int((part + 0.5) * len(REQUESTS_SORTED) / 8)] for part in range(8)]
 with stream:
-    states = [cp.zeros((LONGEST, 8, WIDTH), cp.float32) for _ in range(3)]
+    states = [cp.zeros((LONGEST, 16, WIDTH), cp.float32) for _ in range(3)]
 stream.synchronize()
 wide_plan, narrow_plan = build_plan(CHOICES["一个宽的，opt = 512"]), build_plan(CHOICES["两个窄的"])
 padded, wide_true, narrow_true = padded_server(wide_plan, states[0]), make_server(wide_plan, states[1]), make_server(narrow_plan, states[2])

@@ -14,7 +14,8 @@ class Gpu:
     """GPU 0 as CUDA numbers it.
 
     driver: the driver's version ("580.65.06"); cuda: the newest CUDA that it speaks, (major, minor);
-    compute_capability: (major, minor); memory: total device memory, bytes.
+    compute_capability: (major, minor); memory: total device memory, bytes; uuid: what tells this GPU from its equals
+    (32 hexadecimal digits).
     """
 
     name: str
@@ -22,6 +23,7 @@ class Gpu:
     cuda: tuple[int, int]
     compute_capability: tuple[int, int]
     memory: int
+    uuid: str = ""
 
 
 def has_gpu() -> bool:
@@ -42,6 +44,8 @@ def gpu() -> Gpu | None:
     if cuda.cuDeviceGet(ctypes.byref(device), 0):
         return None
     name, memory, version = ctypes.create_string_buffer(256), ctypes.c_size_t(), ctypes.c_int()
+    uuid = (ctypes.c_ubyte * 16)()
+    cuda.cuDeviceGetUuid_v2(uuid, device)
     cuda.cuDeviceGetName(name, len(name), device)
     cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
     cuda.cuDriverGetVersion(ctypes.byref(version))
@@ -58,6 +62,7 @@ def gpu() -> Gpu | None:
         cuda=spoken,
         compute_capability=(attribute(_CAPABILITY_MAJOR), attribute(_CAPABILITY_MINOR)),
         memory=memory.value,
+        uuid=bytes(uuid).hex(),
     )
 
 

@@ -69,7 +69,7 @@ def examine(nb: NotebookNode, chapter: Chapter, files: Path | None = None) -> Re
             if test.needs_gpu and lack:
                 check.verdict, check.reason = judge.NEEDS_GPU, lack
             else:
-                _examine_one(test.source, check, student, master, report.gpu)
+                _examine_one(test.source, check, student, master)
             report.checks.append(check)
             show.verdict(cell, check)
         _fill_outputs(nb, student, master, lack)
@@ -91,10 +91,11 @@ def lacking(chapter: Chapter) -> str | None:
     return None
 
 
-def _examine_one(source: str, report: CheckReport, student: Process, master: Master, gpu: str | None) -> None:
+def _examine_one(source: str, report: CheckReport, student: Process, master: Master) -> None:
     started = time.monotonic()
     secret = np.random.default_rng()
-    check = Check(secret, gpu=gpu or "none")
+    gpu = find_gpu()
+    check = Check(secret, gpu=gpu.uuid or gpu.name if gpu else "none")  # two equal GPUs are timed side by side
     reference = master.reference.process
     student.deadline = None
     names = {

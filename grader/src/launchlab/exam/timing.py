@@ -42,7 +42,7 @@ class GpuBusy(Exception):
 
 @contextlib.contextmanager
 def exclusive(gpu: str) -> Iterator[None]:
-    """Hold the lock of the GPU named ``gpu``: one timed exam at a time on it, across processes and users."""
+    """Hold the lock of the GPU that ``gpu`` (its UUID) tells: one timed exam at a time on it, across processes and users."""
     import fcntl  # not on Windows, where a chapter can still be read
 
     name = "".join(c if c.isalnum() else "-" for c in gpu)
