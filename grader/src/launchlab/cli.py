@@ -92,6 +92,13 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     build.add_argument("--check", action="store_true", help="只检查，不写文件；有出入时退出码为 1")
     record = add("record", _record, "在真实 GPU 上录制章节的输出与回执（receipt）")
     record.add_argument("chapters", metavar="章节", nargs="+", help="编号或名称")
+    bench = add("bench", _bench, "在 GPU 上测量：逐次入队与 CUDA 图，真实的引擎；写出 JSON、图表和 README 里的表")
+    bench.add_argument(
+        "--seconds", metavar="秒", type=float, default=300, help="时间限制，到时没测的部分会写明（默认 %(default)s）"
+    )
+    bench.add_argument(
+        "--from", dest="source", metavar="报告", type=Path, help="不测量，只由这份 JSON 重画图表和表格（不需要 GPU）"
+    )
     add("test", _test, "运行全部检查与测试（ruff、typos、pytest）", "[pytest 的选项]")
     return parser, commands
 
@@ -146,6 +153,12 @@ def _record(chosen: argparse.Namespace, _: list[str]) -> int:
     from launchlab.course import record
 
     return record.main(names)
+
+
+def _bench(chosen: argparse.Namespace, _: list[str]) -> int:
+    from launchlab.bench import command
+
+    return command.main(chosen.seconds, chosen.source)
 
 
 def _test(_: argparse.Namespace, rest: list[str]) -> int:

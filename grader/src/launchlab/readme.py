@@ -1,33 +1,42 @@
-"""The table of chapters in README.md, made from the manifest."""
+"""What README.md holds between markers: the table of chapters, from the manifest, and the figures of the committed benchmark."""
 
 import re
 from pathlib import Path
 
 from launchlab import manifest, paths
+from launchlab.bench import table as bench
 
 BEGIN, END = "<!-- chapters: begin (made by `launchlab build`) -->", "<!-- chapters: end -->"
 README = paths.ROOT / "README.md"
 
 
 def main(check: bool) -> int:
-    """Bring the table up to date; with `check` write nothing and return 1 where it is out of date."""
+    """Bring both up to date; with `check` write nothing and return 1 where one is out of date."""
     current = README.read_text(encoding="utf-8")
-    wanted = updated(current)
+    try:
+        wanted = updated(current)
+    except ValueError as error:  # a marker is lost, or the benchmark's report is broken
+        print(f"✗ README.md：{error}")
+        return 1
     if wanted == current:
         return 0
     if check:
-        print("✗ README.md：章节表与 chapters.toml 不一致")
+        print("✗ README.md：章节表与 chapters.toml，或者基准数字与 grader/reports/bench.json 不一致")
         return 1
     README.write_text(wanted, encoding="utf-8")
-    print("✓ README.md：章节表已更新")
+    print("✓ README.md：章节表和基准数字已更新")
     return 0
 
 
 def updated(text: str) -> str:
-    """`text` with what lies between the two markers replaced by the table; ValueError where a marker is missing."""
-    made, count = re.subn(f"(?s)(?<={re.escape(BEGIN)}\n).*(?={re.escape(END)})", lambda _: table(), text)
+    """`text` with what lies between each two markers made anew; ValueError where a marker is missing."""
+    return _replaced(_replaced(text, BEGIN, END, table()), bench.BEGIN, bench.END, bench.block())
+
+
+def _replaced(text: str, begin: str, end: str, body: str) -> str:
+    made, count = re.subn(f"(?s)(?<={re.escape(begin)}\n).*(?={re.escape(end)})", lambda _: body, text)
     if count != 1:
-        raise ValueError("README.md has lost the markers of its table of chapters")
+        raise ValueError(f"README.md has lost the markers {begin} … {end}")
     return made
 
 
