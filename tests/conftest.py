@@ -11,6 +11,12 @@ from launchlab.course import build
 MINI = Path(__file__).parent / "mini_course"
 
 
+@pytest.fixture(autouse=True)
+def no_history(tmp_path, monkeypatch) -> None:
+    """What tests check goes into no learner's history."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "user data"))
+
+
 @pytest.fixture
 def mini(tmp_path, monkeypatch) -> manifest.Chapter:
     """The chapter of ``tests/mini_course``, built, in a copy that this process and its children take for the course."""

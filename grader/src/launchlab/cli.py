@@ -80,6 +80,9 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     check = add("check", _check, "给自己的笔记本评分并讲解（用本机的 GPU）")
     check.add_argument("chapter", metavar="章节", help="编号或名称，如 3 或 03_cuda_graph_concepts")
     check.add_argument("notebook", metavar="笔记本", nargs="?", type=Path, help="要评的 .ipynb，默认是 course/ 里的那一份")
+    add("status", _status, "我的进度：各章的得分和测到过的最好加速比")
+    restore = add("restore", _restore, "把一章恢复成发布时的样子；你的旧笔记本改名留在旁边")
+    restore.add_argument("chapter", metavar="章节", help="编号或名称")
     doctor = add("doctor", _doctor, "检查这台机器：有什么、缺什么、能运行哪些章节")
     doctor.add_argument("--json", action="store_true", help="输出 JSON，供程序读取")
     add("demo", _demo, "给一个示例班级评分，看看评分器怎样工作")
@@ -114,6 +117,19 @@ def _check(chosen: argparse.Namespace, _: list[str]) -> int:
     from launchlab.grading import learner
 
     return learner.main(name, chosen.notebook)
+
+
+def _status(_: argparse.Namespace, __: list[str]) -> int:
+    from launchlab.grading import status
+
+    return status.main()
+
+
+def _restore(chosen: argparse.Namespace, _: list[str]) -> int:
+    name = manifest.chapter(chosen.chapter).name
+    from launchlab.course import restore
+
+    return restore.main(name)
 
 
 def _doctor(chosen: argparse.Namespace, _: list[str]) -> int:

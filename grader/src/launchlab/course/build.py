@@ -13,6 +13,7 @@ from nbformat import NotebookNode
 from launchlab import paths
 from launchlab.course import receipt, rules, source
 from launchlab.course.release import ReleaseError, release
+from launchlab.course.restore import KEPT
 from launchlab.course.source import SourceError
 from launchlab.manifest import Chapter, chapter, chapters
 
@@ -102,11 +103,11 @@ def _holds(path: Path, content: bytes) -> bool:
 
 
 def _extra(chapter: Chapter, built: Built) -> list[Path]:
-    """Files beside the release that no build makes; they may be a learner's, so nothing deletes them."""
+    """Files beside the release that no build and no `restore` makes; they may be a learner's, so nothing deletes them."""
     folder = chapter.release.parent
     found = {*source.files(folder), *folder.rglob("*.ipynb")} if folder.exists() else set()
-    hidden = (path for path in found if any(part.startswith(".") for part in path.relative_to(folder).parts))
-    return sorted(found - set(hidden) - {path for path, _ in _targets(chapter, built)})
+    left = {path for path in found if KEPT.search(path.name) or any(part.startswith(".") for part in path.relative_to(folder).parts)}
+    return sorted(found - left - {path for path, _ in _targets(chapter, built)})
 
 
 def _recorded(chapter: Chapter, nb: NotebookNode) -> Iterator[NotebookNode | None]:

@@ -55,10 +55,14 @@ def release(name: str, notebook: str, folder: Path) -> dict[str, bytes]:
         return {path.relative_to(released).as_posix(): path.read_bytes() for path in files}
 
 
+def released(chapter: Chapter) -> dict[str, bytes]:
+    """The chapter's release as the course has it, whatever a learner did to the copy in ``course/``: path within it -> bytes."""
+    return release(chapter.name, chapter.solution.read_text(encoding="utf-8"), chapter.solution.parent)
+
+
 def pristine(chapter: Chapter) -> NotebookNode:
-    """The chapter's release as the course has it, whatever a learner did to the copy in ``course/``."""
-    made = release(chapter.name, chapter.solution.read_text(encoding="utf-8"), chapter.solution.parent)
-    return nbformat.reads(made[f"{chapter.name}.ipynb"].decode(), as_version=4)
+    """The notebook of `released`."""
+    return nbformat.reads(released(chapter)[f"{chapter.name}.ipynb"].decode(), as_version=4)
 
 
 def generate(converter: GenerateAssignment) -> None:

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from launchlab.course.release import pristine
 from launchlab.exam.examine import examine
+from launchlab.grading import history
 from launchlab.grading.intake import Refused, graft
 from launchlab.grading.table import verdicts
 from launchlab.manifest import chapter as find_chapter
@@ -36,4 +37,9 @@ def main(name: str, notebook: Path | None = None) -> int:
     console.print(verdicts(chapter.title, [("我的笔记本", report["checks"])]))
     where = f"GPU：{report['gpu']}" if report["gpu"] else "没有 GPU：标着“需要 GPU”的练习没有评"
     console.print(f"得分 {report['score']:g} / {report['max']:g}。{where}。用时 {report['seconds']:.1f} 秒。")
+    try:
+        history.add(report)
+        console.print("已记入学习记录；各章的进度：./grader/launch status。")
+    except OSError as error:
+        console.print(f"⚠ 这次的结果没能记入学习记录（{history.path()}：{error.strerror}）；得分不受影响。请检查那里的权限和磁盘空间。")
     return 0 if all(check["verdict"] == "passed" and check["score"] == check["points"] for check in report["checks"]) else 1

@@ -12,11 +12,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-import nbformat
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from nbgrader.api import Gradebook, MissingEntry
 from nbgrader.coursedir import CourseDirectory
-from nbgrader.utils import is_grade
 from rich.console import Console
 
 from launchlab.course.release import settings
@@ -24,11 +22,10 @@ from launchlab.exam import judge
 from launchlab.exam.show import MARKS, WORDS
 from launchlab.grading import figures
 from launchlab.grading.sealed import reports
-from launchlab.manifest import Chapter
+from launchlab.grading.titles import exercise_titles
 from launchlab.manifest import chapter as find_chapter
 from launchlab.paths import short
 
-KINDS = {"answer": "答案", "structure": "正确性", "speedup": "速度"}
 NEXT = {
     judge.PASSED: "",
     judge.FAILED: "按上面说的改一改，再用 ./grader/launch check 在自己的机器上评一次。",
@@ -90,17 +87,6 @@ def _row(check: dict[str, Any], titles: dict[str, str], by_hand: dict[str, float
         check["id"], title, f"{MARKS.get(check['verdict'], '○')} {WORDS[check['verdict']]}", check["reason"], "" if given is not None else NEXT[check["verdict"]],
         check["points"], check["score"] if given is None else given, given is not None, pictures,
     )  # fmt: skip
-
-
-def exercise_titles(chapter: Chapter) -> dict[str, str]:
-    """id of a test -> the heading of its exercise and what is tested, from the release, so that nothing else gets into it."""
-    titles, heading = {}, chapter.title
-    for cell in nbformat.read(chapter.release, as_version=4).cells:
-        if cell.cell_type == "markdown":
-            heading = ([line.lstrip("# ") for line in cell.source.splitlines() if line.startswith("##")] or [heading])[-1]
-        elif is_grade(cell):
-            titles[cell.metadata.nbgrader.grade_id] = f"{heading} · {KINDS[cell.metadata.launchlab.kind]}"
-    return titles
 
 
 def _marks_by_hand(name: str) -> dict[str, dict[str, float]]:
