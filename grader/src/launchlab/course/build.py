@@ -12,6 +12,7 @@ from nbformat import NotebookNode
 
 from launchlab import paths
 from launchlab.course import receipt, rules, source
+from launchlab.course.alt import alts
 from launchlab.course.release import ReleaseError, release
 from launchlab.course.restore import KEPT
 from launchlab.course.source import SourceError
@@ -33,6 +34,8 @@ def build(chapter: Chapter) -> Built:
     nb = source.parse(chapter.source.read_text(encoding="utf-8"))
     if problems := rules.problems(nb, chapter.points):
         raise SourceError(problems)
+    for cell, words in alts(nb):
+        cell.metadata["alt"] = words
     for cell, recorded in zip(nb.cells, _recorded(chapter, nb), strict=True):
         if recorded is not None:
             cell.outputs, cell.execution_count = recorded.outputs, recorded.execution_count

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from graphlib import TopologicalSorter
 
 from .dot import Node, parse
+from .plotting import FAMILIES, add_font
 
 MOST_NODES = 40
 # Kind: word in the picture, fill, shape of the box. Text and shape tell kinds apart without colour.
@@ -33,7 +34,7 @@ def draw_graph(
 
     graph: DOT text (from cudaGraphDebugDotPrint or cupy.cuda.Graph.debug_dot_str), or (nodes, edges): nodes
     maps an identifier to its kind ("kernel", "memcpy", "memset", "event", "host", …) or to a Node; edges are
-    pairs (tail, head). ax: where to draw; without it a figure of its own. Raises ValueError for no nodes, for
+    pairs (tail, head). The Chinese words are drawn whatever style is in force. ax: where to draw; without it a figure of its own. Raises ValueError for no nodes, for
     more than 40, or for an edge to an unknown node, and graphlib.CycleError for a cycle.
     """
     nodes, edges = parse(graph) if isinstance(graph, str) else graph
@@ -44,6 +45,7 @@ def draw_graph(
     if len(nodes) > MOST_NODES:
         raise ValueError(f"这张图有 {len(nodes)} 个节点，画出来看不清；请捕获一张不超过 {MOST_NODES} 个节点的小图来画。")
     places = layered(nodes, edges)
+    add_font()
     columns, rows = (1 + max(place[axis] for place in places.values()) for axis in (0, 1))
     if ax is None:
         from matplotlib import pyplot as plt
@@ -54,7 +56,7 @@ def draw_graph(
     ax.set_ylim(rows - 0.4, -0.6)
     ax.set_axis_off()
     if title:
-        ax.set_title(title)
+        ax.set_title(title, fontfamily=FAMILIES)
     return ax
 
 
@@ -94,7 +96,7 @@ def _draw(ax, nodes, edges, places) -> None:
         word, fill, shape = LOOKS.get(node.kind, LOOKS["other"])
         text = "\n".join(part for part in (word, _shortened(node.name)) if part)
         style = {"boxstyle": shape, "facecolor": fill, "edgecolor": "#444444"}
-        boxes[name] = ax.text(*places[name], text, ha="center", va="center", fontsize=9, bbox=style, zorder=2)
+        boxes[name] = ax.text(*places[name], text, ha="center", va="center", fontsize=9, fontfamily=FAMILIES, bbox=style, zorder=2)
     for tail, head in edges:
         # Shrinking to the boxes' outlines keeps every arrow head visible, whatever the text is long.
         ax.annotate(
