@@ -503,3 +503,16 @@ def test_only_true_is_true():
     with pytest.raises(CheckFailed):
         check.equal(1, 2, why="…")
     assert [judge.recompute([record], 1)[0] for record in check.records] == ["passed"] * 2 + ["failed"] * 8
+
+
+def test_one_timed_exam_at_a_time_on_a_gpu_but_equal_gpus_side_by_side(tmp_path, monkeypatch):
+    monkeypatch.setattr(timing.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(timing, "LOCK_SECONDS", 0.2)
+    first, twin = "a" * 32, "b" * 32  # UUIDs of two GPUs of one name
+    with timing.exclusive(first):
+        with timing.exclusive(twin):
+            pass
+        with pytest.raises(timing.GpuBusy), timing.exclusive(first):
+            pass
+    with timing.exclusive(first):  # free again
+        pass
