@@ -516,3 +516,36 @@ def test_one_timed_exam_at_a_time_on_a_gpu_but_equal_gpus_side_by_side(tmp_path,
             pass
     with timing.exclusive(first):  # free again
         pass
+
+
+@pytest.mark.parametrize(("candidate", "best", "verdict"), [
+    (0.010, 0.010, "passed"),
+    (0.040, 0.010, "passed"),
+    (0.120, 0.010, "failed"),
+    (0.070, 0.040, "passed"),  # the bar falls with the reference: 0.100 / 0.040 / 2
+    (0.010, 0.090, "inconclusive"),  # nothing to be gained on this machine
+])
+def test_who_passes_by_the_examiners_own_seconds(candidate, best, verdict):
+    check = Check(np.random.default_rng(7))
+    wobble = np.linspace(0.95, 1.05, 7)
+    seconds = {"baseline": 0.1 * wobble, "candidate": candidate * wobble[::-1], "best": best * np.ones(7)}
+    try:
+        assert check.faster(seconds, at_least=2.0) > 1.2
+        found = "passed"
+    except CannotTell:
+        found = "inconclusive"
+    except CheckFailed as error:
+        found = "failed"
+        assert "实测" in str(error)
+    assert found == verdict
+    assert judge.recompute(json.loads(json.dumps(check.records)), 2.0)[0] == verdict
+
+
+def test_seconds_that_differ_too_much_are_left_open_and_the_wrong_ones_refused():
+    check = Check(np.random.default_rng(7))
+    with pytest.raises(CannotTell, match="差得太多"):
+        check.faster({"baseline": [0.1] * 5, "candidate": [0.01, 0.09, 0.09, 0.01, 0.09], "best": [0.01] * 5}, at_least=2.0)
+    for wrong in ({"baseline": [1, 1, 1], "candidate": [1, 1, 1]}, dict.fromkeys(("baseline", "candidate", "best"), [1, 1]),
+                  {"baseline": [1, 1, 1], "candidate": [1, 1, 1], "best": [1, 1]}):
+        with pytest.raises(ValueError):
+            check.faster(wrong, at_least=2.0)

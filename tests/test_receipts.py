@@ -73,6 +73,7 @@ def _first(records: list, kind: str) -> dict:
 TAMPERED = {
     "需要重新录制": lambda r: r.update(source_sha256="0" * 64),
     "输出不是录制时的": lambda r: r.update(outputs_sha256="0" * 64),
+    "回执里的数字不是解答笔记本里录下的数字": lambda r: r.update(figures={"made up": 1}),
     "没有写明 GPU": lambda r: r.update(gpu=None),
     "录制时间在将来": lambda r: r.update(recorded_at="2999-01-01T00:00:00+00:00"),
     "是另一章的回执": lambda r: r.update(chapter="03_cuda_graph_concepts"),
@@ -105,6 +106,17 @@ def test_exercise_that_passes_unsolved_leaves_no_receipt(mini, monkeypatch, caps
     assert not mini.receipt.exists()
     assert build.main([mini.name], check=True) == 0
     assert list((paths.BUILD / "rejected").glob("*.json"))
+
+
+def test_figures_of_the_notebook_are_kept_in_the_receipt(mini, monkeypatch):
+    monkeypatch.setattr(record, "gpu", lambda: GPU)
+    more = '\n# %%\nfrom launchlab import lab\n\nlab.say("**7** µs", figures={"services": {"graph": {"p50_ms": 7}}})\n'
+    mini.source.write_text(mini.source.read_text(encoding="utf-8") + more, encoding="utf-8")
+    assert record.main([mini.name]) == 0
+    assert receipt.load(mini)["figures"] == {"services": {"graph": {"p50_ms": 7}}}
+    assert receipt.problems(mini, receipt.load(mini)) == []
+    shown = nbformat.read(mini.solution, as_version=4).cells[-1].outputs[0].data
+    assert shown["text/markdown"].startswith("**7** µs")
 
 
 def test_one_failure_does_not_stop_the_others(mini, monkeypatch, capsys):

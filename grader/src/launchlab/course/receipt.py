@@ -16,6 +16,7 @@ from launchlab.course import source
 from launchlab.course.execute import Execution
 from launchlab.device import Gpu
 from launchlab.exam import judge
+from launchlab.lab.prose import FIGURES
 from launchlab.manifest import Chapter
 
 NUMBERS = re.compile(r"\[\s+((?:-?[0-9][0-9.eE+-]*,?\s+)+)\]")
@@ -35,6 +36,7 @@ def make(chapter: Chapter, gpu: Gpu, execution: Execution, solution: Any, releas
             "total": round(sum(execution.seconds.values()), 3),
             "cells": {cell: round(seconds, 3) for cell, seconds in execution.seconds.items()},
         },
+        "figures": figures(execution.nb),
         "solution": _score(solution),
         "release": _score(release),
         "checks": [
@@ -79,6 +81,12 @@ def outputs_sha256(nb: NotebookNode) -> str:
     return hashlib.sha256(json.dumps(cells, ensure_ascii=False, sort_keys=True).encode()).hexdigest()
 
 
+def figures(nb: NotebookNode) -> dict[str, Any]:
+    """What the notebook's outputs hold for the receipt (see `launchlab.lab.say`), by name."""
+    outputs = (output for cell in nb.cells if cell.cell_type == "code" for output in cell.outputs)
+    return {name: data for output in outputs for name, data in output.get("data", {}).get(FIGURES, {}).items()}
+
+
 def vouches(receipt: dict, chapter: Chapter, nb: NotebookNode) -> bool:
     """Whether the outputs in ``nb`` are those recorded, from the source as it is now."""
     return receipt.get("source_sha256") == source.sha256(chapter.source.parent) and receipt.get(
@@ -108,6 +116,8 @@ def _problems(chapter: Chapter, receipt: dict) -> list[str]:
         found.append("源文件或数据在录制之后改过，需要重新录制（launchlab record）")
     elif receipt["outputs_sha256"] != outputs_sha256(nb):
         found.append("解答笔记本里的输出不是录制时的输出")
+    if receipt.get("figures", {}) != figures(nb):  # receipts of chapters that keep none may lack them
+        found.append("回执里的数字不是解答笔记本里录下的数字")
     if not (receipt["gpu"] and receipt["driver"] and receipt["versions"]):
         found.append("没有写明 GPU、驱动和软件版本")
     if datetime.fromisoformat(receipt["recorded_at"]) > datetime.now(UTC):

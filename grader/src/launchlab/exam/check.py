@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -153,19 +153,24 @@ class Check:
             raise CheckFailed("计时的时候，重放之后的数据和应有的不一样：有几次运行没有真正做完全部的工作。请确认每次重放都在同一块缓冲上推进状态，没有缓存旧结果，也没有漏掉同步。")
         result = judge.speedup(record["attempts"][-1], at_least, ceiling)
         median = statistics.median(judge.ratios(record["attempts"][-1], "baseline", "candidate"))
-        measured = f"实测 {median:.2f} 倍，可信下界 {result['low']:.2f} 倍；门槛 {result['bar']:.2f} 倍；参考实现 {result['best']:.2f} 倍"
-        if result["why"] == "reference":
-            raise CannotTell(f"在这块 GPU 上，参考实现自己也只快 {result['best']:.2f} 倍，无法用来评分。请换一块 GPU，或交给教师处理。")
-        if result["verdict"] == judge.INCONCLUSIVE:
-            raise CannotTell(f"测了 {len(record['attempts'])} 轮，噪声仍然太大，无法判断（{measured}）。这不算错：请等机器空闲时再测一次，或交给教师复核。")
-        if result["why"] == "too fast":
-            raise CheckFailed(f"比参考实现还快一倍以上（{measured}）。按要求的工作量不可能这么快：请检查是不是少启动了内核，或把多个内核合成了一个。")
-        if result["verdict"] == judge.FAILED:
-            raise CheckFailed(f"{why or '还不够快。请确认重放时只做一次图启动，不要在循环里重新捕获或逐个启动。'}（{measured}）")
-        self._announce(("达到要求的加速：" if result["credit"] == 1 else "达到一半的要求，得一半分：") + measured)
+        self._announce(_passed_on(result, median, why, f"测了 {len(record['attempts'])} 轮，噪声仍然太大"))
         self._unsettled.append((record, over, best))
         if self._open:
             self.settle()
+        return median
+
+    def faster(self, seconds: Mapping[str, Sequence[float]], *, at_least: float, why: str = "") -> float:
+        """What the examiner timed itself, a few times each: "candidate" must be faster than "baseline" by a ratio.
+
+        ``seconds``: of "baseline", "candidate" and "best" (the reference's own solution), each a list, three or more, of
+        which those at one place were measured one right after the other. For work of milliseconds and more, where what
+        asking costs does not count; all else is `speedup`'s. ``at_least`` as there. Returns the median of the ratios.
+        """
+        kept = {name: [float(value) for value in values] for name, values in seconds.items()}
+        result = judge.faster(kept, at_least)
+        self.records.append({"check": "faster", "at_least": at_least, "seconds": kept})
+        median = statistics.median(over / under for over, under in zip(kept["baseline"], kept["candidate"], strict=True))
+        self._announce(_passed_on(result, median, why, f"{len(kept['best'])} 次有快有慢，差得太多"))
         return median
 
     def settle(self) -> None:
@@ -181,6 +186,20 @@ class Check:
     def unsettled(self) -> bool:
         """Whether a speed-up waits for `settle`."""
         return bool(self._unsettled)
+
+
+def _passed_on(result: dict, median: float, why: str, noise: str) -> str:
+    """What to announce of a judged speed-up that earned something; CheckFailed or CannotTell, with the reason, otherwise."""
+    if result["why"] == "reference":
+        raise CannotTell(f"在这块 GPU 上，参考实现自己也只快 {result['best']:.2f} 倍，无法用来评分。请换一块 GPU，或交给教师处理。")
+    measured = f"实测 {median:.2f} 倍，可信下界 {result['low']:.2f} 倍；门槛 {result['bar']:.2f} 倍；参考实现 {result['best']:.2f} 倍"
+    if result["verdict"] == judge.INCONCLUSIVE:
+        raise CannotTell(f"{noise}，无法判断（{measured}）。这不算错：请等机器空闲时再测一次，或交给教师复核。")
+    if result["why"] == "too fast":
+        raise CheckFailed(f"比参考实现还快一倍以上（{measured}）。按要求的工作量不可能这么快：请检查是不是少启动了内核，或把多个内核合成了一个。")
+    if result["verdict"] == judge.FAILED:
+        raise CheckFailed(f"{why or '还不够快。请确认重放时只做一次图启动，不要在循环里重新捕获或逐个启动。'}（{measured}）")
+    return ("达到要求的加速：" if result["credit"] == 1 else "达到一半的要求，得一半分：") + measured
 
 
 def _many(count: int | tuple[int, int | None]) -> str:

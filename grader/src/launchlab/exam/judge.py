@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 PAIRS = 21
@@ -80,12 +80,33 @@ def speedup(rounds: list[dict], at_least: float, ceiling: float | None = TOO_FAS
     best_ratios = [r for r in ratios(rounds, "baseline", "best") if not math.isnan(r)]
     best = statistics.median(best_ratios) if best_ratios else math.nan
     faster_low, _ = bounds(ratios(rounds, "best", "candidate"))
-    result = {"low": low, "high": high, "best": best, "against_best": faster_low, "credit": 0.0}
+    return _decide(low, high, best, faster_low, at_least, ceiling)
+
+
+def faster(seconds: Mapping[str, Sequence[float]], at_least: float) -> dict[str, Any]:
+    """Judge work that took the examiner's clock seconds a time: no slope, since each time is far above what asking costs.
+
+    ``seconds``: of "baseline", "candidate" and "best", each a list of as many times; those at one place were measured close
+    together. Returns what `speedup` does. Raises ValueError for lists of different lengths, or of fewer than three.
+    """
+    names = ("baseline", "candidate", "best")
+    if set(seconds) != set(names) or len({len(seconds[name]) for name in names}) > 1 or len(seconds["best"]) < 3:
+        raise ValueError("faster() wants the seconds of baseline, candidate and best, three or more of each")
+    baseline, candidate, best = (seconds[name] for name in names)
+    low, high = bounds([over / under for over, under in zip(baseline, candidate, strict=True)])
+    against_best, _ = bounds([over / under for over, under in zip(best, candidate, strict=True)])
+    gain = statistics.median(over / under for over, under in zip(baseline, best, strict=True))
+    return _decide(low, high, gain, against_best, at_least, None)
+
+
+def _decide(low: float, high: float, best: float, against_best: float, at_least: float, ceiling: float | None) -> dict[str, Any]:
+    """Verdict and credit from the bounds of the candidate's ratio, the reference's, and the candidate's against that."""
+    result = {"low": low, "high": high, "best": best, "against_best": against_best, "credit": 0.0}
     if math.isnan(best) or best < LEAST_GAIN:
         return result | {"verdict": INCONCLUSIVE, "bar": FLOOR, "why": "reference"}
     bar = max(FLOOR, min(at_least, best * SHARE))
     result["bar"] = bar
-    if ceiling is not None and faster_low > ceiling:
+    if ceiling is not None and against_best > ceiling:
         return result | {"verdict": FAILED, "why": "too fast"}
     steps = ((bar, 1.0), (max(FLOOR, (1 + bar) / 2), 0.5), (0.0, 0.0))
     sure = next(credit for threshold, credit in steps if low >= threshold)
@@ -161,6 +182,9 @@ def _judge(record: dict) -> tuple[str, float]:
             result = speedup(record["attempts"][-1], record["at_least"], record["ceiling"])
             if result["verdict"] == PASSED and disturbed(record):
                 return INCONCLUSIVE, 0.0
+            return result["verdict"], result["credit"]
+        case "faster":
+            result = faster(record["seconds"], record["at_least"])
             return result["verdict"], result["credit"]
         case "stopped":
             if record["verdict"] == PASSED:

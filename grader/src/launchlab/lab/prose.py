@@ -1,15 +1,18 @@
 """Text that a notebook computes: numbers in prose come from the run, never from the keyboard."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from .machine import gpu_name
 
+FIGURES = "application/vnd.launchlab.figures+json"
 
-def say(markdown: str, *, measured: bool = True) -> None:
+
+def say(markdown: str, *, measured: bool = True, figures: Mapping[str, Any] | None = None) -> None:
     """Show Markdown as the cell's output, followed by the GPU that the numbers were measured on.
 
-    measured: False for numbers that were computed or quoted, which owe nothing to this GPU. Outside IPython the
-    text is printed.
+    measured: False for numbers that were computed or quoted, which owe nothing to this GPU. figures: name → plain data
+    that the chapter's receipt is to keep, too; the reader sees only the text. Outside IPython the text is printed.
     """
     name = gpu_name()
     if measured and name:
@@ -19,8 +22,10 @@ def say(markdown: str, *, measured: bool = True) -> None:
 
     if get_ipython() is None:
         print(markdown)
-    else:
+    elif figures is None:
         display(Markdown(markdown))
+    else:
+        display({"text/markdown": markdown, "text/plain": markdown, FIGURES: dict(figures)}, raw=True)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
