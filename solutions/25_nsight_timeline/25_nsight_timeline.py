@@ -145,7 +145,7 @@ lab.say(lab.table(("谁", "什么", "开始（µs）", "持续（µs）"), rows)
 #
 # - `cuda_gpu_kern_sum`：每种内核跑了几次、一共多久；
 # - `cuda_api_sum`：CPU 上每种 CUDA 调用几次、一共多久；
-# - `nvtx_gpu_proj_sum`：每种 NVTX 区间**投影到 GPU 上**有多长、里面有几件 GPU 工作。
+# - `nvtx_gpu_proj_sum`：每种 NVTX 区间**投影到 GPU 上**有多长、里面有几件 GPU 工作（录制本章的版本把一次图启动只算作一件，不数里面的内核）。
 #
 # 它对 `big_eager` 的 CPU 调用是这么说的（下面的表原样取自 `nsys.json`）：
 
@@ -221,7 +221,15 @@ rows = []
 for number, (start, end) in enumerate(requests, 1):
     window = {"start": start, "end": end}
     rows.append((number, f"{(end - start) / 1e3:.0f}", big.execute(INSIDE, window).fetchone()[0], big.execute(LAUNCHED, window).fetchone()[0]))
-lab.say(lab.table(("请求", "区间长（µs）", "按时间数内核", "按 correlationId 数"), rows), measured=False)
+early = sum(row[2] for row in rows)
+strangers = big.execute("""
+    SELECT count(*) FROM CUPTI_ACTIVITY_KIND_KERNEL k
+    JOIN CUPTI_ACTIVITY_KIND_RUNTIME r ON r.correlationId = k.correlationId
+    JOIN NVTX_EVENTS n ON n.text = 'request' AND k.start >= n.start AND k.end <= n.end
+    WHERE r.end < n.start
+""").fetchone()[0]
+note = f"按时间数到的 {early} 个里，有 {strangers} 个还是**前面的请求**引出的。" if early else "按时间数，一个也没有。"
+lab.say(lab.table(("请求", "区间长（µs）", "按时间数内核", "按 correlationId 数"), rows) + f"\n\n{note}", measured=False)
 show("big_eager", "nvtx_gpu_proj_sum", ("Range", "Range Instances", "Total Range Time (ns)", "Total Proj Time (ns)", "Total GPU Ops"))
 
 # %% [markdown]
@@ -267,7 +275,7 @@ def draw(ax, db, window, title):
 
 
 def request_window(db, number, margin=5000):
-    """(start, end), ns, of the request of that number, with all GPU work that it launched, and a little around."""
+    """(start, end), ns, of the request of that number (from 0), and a little around."""
     start, end = db.execute("SELECT start, end FROM NVTX_EVENTS WHERE text = 'request' ORDER BY start LIMIT 1 OFFSET ?", (number,)).fetchone()
     return start - margin, end + margin
 
@@ -333,7 +341,8 @@ lab.say(lab.table(header, rows), measured=False)
 # %% [markdown]
 # `max(end) OVER (…)` 是窗口函数：对每一行，取它**之前**所有行里 `end` 的最大值。用“前一行的 `end`”是不够的：前一个短，再前一个长，长的可能还没做完。
 #
-# “nsys 数的”一列来自 `nsys analyze --rule gpu_gaps`，也是 nsys 自带的。两边的定义相同，数目就该相同；对不上的时候，先怀疑自己的查询。
+# “nsys 数的”一列来自 `nsys analyze --rule gpu_gaps:gap=0:rows=-1`，也是 nsys 自带的：后面两个参数要它不管长短、全部报出来，
+# 不写的话，只报 500 ms 以上的。两边的定义相同，数目就该相同；对不上的时候，先怀疑自己的查询。
 #
 # ## 闲的时候，CPU 在做什么
 #
@@ -396,12 +405,14 @@ lab.say("GPU 闲着（没有内核也没有拷贝）的时间里，CPU 在哪个
 # %% [markdown]
 # 怎么读这张表：
 #
-# - 闲在 `enqueue` 里：CPU 在一个一个地交内核，GPU 等着收。这才是**启动受限**（launch-bound），CUDA 图治的就是它；
+# - 闲在 `enqueue` 里，而且里面是许多次启动调用：CPU 在一个一个地交内核，GPU 等着收。这才是**启动受限**（launch-bound），CUDA 图治的就是它。
+#   `graph` 和 `recapture` 的 `enqueue` 里只有一次图启动，闲的是这一次调用自己的开销（按 `node` 录制放大了它，刚实例化的图第一次启动还更贵），再加一张图也去不掉；
 # - 闲在 `capture` 里：图用错了地方，每个请求都重新捕获，省下的又赔了回去；
 # - 闲在 `decode` 里：CPU 在干自己的活，GPU 没有活。图帮不上，要把 CPU 的活和 GPU 的活**错开**，比如 `pipelined`；
 # - 闲在 `upload`、`download` 里：CPU 卡在拷贝调用里；
-# - 闲在 `wait` 里的零头：GPU 刚做完，CPU 还没醒来；
-# - GPU 已经很忙：受限于 GPU 自己，要快只有换更快的内核，图不会有多少用。
+# - 闲在 `wait` 里：活都交完了，CPU 在等。里面有前后两个内核之间的小缝（图里也有，内核越多越显眼），也有 GPU 做完以后、CPU 醒来之前的那一小段；
+# - GPU 已经很忙：没有多少空闲可省。要看它忙的是什么：这一列把拷贝也算作忙，`pageable_copy` 和 `pinned_copy` 忙的有一大块是拷贝，
+#   该治的是拷贝（练习二会把它单独算出来）；忙的若是内核，就受限于 GPU 自己，要快只有换更快的内核，图不会有多少用。
 #
 # 光说“有空隙，所以要用图”，十次里会错好几次。看 `serial` 和 `pipelined` 画出来的样子：
 
@@ -415,6 +426,9 @@ lab.say(
 )
 
 # %% [markdown]
+# 错开以后，一个请求的时间不会短于两者里长的那个。如果解码比 GPU 的活还长，`pipelined` 的 GPU 照样有空，
+# 瓶颈就是解码自己：要么让它更快，要么多用几个 CPU 线程。
+#
 # ## 粒度：图在时间线上是一块，还是一串
 #
 # 有人第一次录带图的程序，看到的是一整块不透明的条：里面几十个内核，一个也看不见。也有人什么都看不见。这由 `--cuda-graph-trace` 决定：
@@ -439,10 +453,15 @@ verdict = "这一份里整图的行也没有：这个版本的 nsys 配这个驱
 lab.say(lab.table(("录法", "图启动调用", "内核的行", "整图的行"), rows) + f"\n\n{verdict}", measured=False)
 took = ABOUT["us_per_request"]
 rows = [(f"`{program}`", *(f"{took[how][program]:.0f}" if program in took[how] else "" for how in ("plain", "graph", "node"))) for program in PROGRAMS]
-lab.say("录制本身也要花时间。每个请求的 µs，由程序自己的时钟量：\n\n" + lab.table(("程序", "不录", "按 graph 录", "按 node 录"), rows), measured=False)
+dearer = [f"`{program}`" for program in PROGRAMS if took["node"][program] > 1.2 * took["plain"][program]]
+noise = [took["graph"]["eager"], took["node"]["eager"]]
+notes = [f"按 node 录，慢了两成以上的：{'、'.join(dearer)}。" if dearer else "按 node 录，没有哪个慢了两成以上。"]
+if max(noise) > 1.05 * min(noise):
+    notes.append(f"`eager` 里没有图，粒度对它没有区别，所以它那两格（{noise[0]:.0f} 和 {noise[1]:.0f}）的差别是噪声：每格只跑了一遍，一次的偶然就能差这么多，这张表只看方向。")
+lab.say("录制本身也可能花时间。每个请求的 µs，由程序自己的时钟量：\n\n" + lab.table(("程序", "不录", "按 graph 录", "按 node 录"), rows) + "\n\n" + "".join(notes), measured=False)
 
 # %% [markdown]
-# 带着工具量出来的微秒数，不能当成程序自己的微秒数。时间线用来看**结构**：谁等谁，空隙落在哪里；要报延迟，关掉工具再量。
+# 按 `node` 录，图里每个节点都要多做一点记录，所以内核多而短的图最容易被拖慢。带着工具量出来的微秒数，不能当成程序自己的微秒数。时间线用来看**结构**：谁等谁，空隙落在哪里；要报延迟，关掉工具再量。
 # 《图内剖析》会把这笔账算细。
 #
 # 还有一个容易踩的坑：录完先查一查 `NVTX_EVENTS` 里有没有你的区间。新版的 Python 包 `nvtx` 配旧版的 nsys，区间会一个不剩，也不报错；
@@ -627,9 +646,9 @@ _, end = request_window(slow.db, 3)
 draw(ax, slow.db, (start, end), f"slow_request 的两个请求（{lab.gpu_name()}）")
 plt.show()
 gaps = [end - start for start, end in slow.db.execute(GAPS)]
-first, last = slow.db.execute("SELECT min(start), max(end) FROM CUPTI_ACTIVITY_KIND_KERNEL").fetchone()
+first, last = slow.db.execute("SELECT min(start), max(end) FROM (SELECT start, end FROM CUPTI_ACTIVITY_KIND_KERNEL UNION ALL SELECT start, end FROM CUPTI_ACTIVITY_KIND_MEMCPY)").fetchone()
 waits = slow.db.execute("SELECT count(*) FROM CUPTI_ACTIVITY_KIND_RUNTIME r JOIN StringIds s ON s.id = r.nameId WHERE s.value LIKE '%Synchronize%'").fetchone()[0]
-lab.say(f"5 个请求，GPU 上一共 {(last - first) / 1e3:.0f} µs，其中空隙 **{sum(gaps) / 1e3:.0f} µs**；CPU 等待了 {waits} 次。")
+lab.say(f"5 个请求，从 GPU 上第一件工作到最后一件（内核和拷贝）一共 {(last - first) / 1e3:.0f} µs，其中空隙 **{sum(gaps) / 1e3:.0f} µs**；CPU 等待了 {waits} 次。")
 
 # %% [markdown]
 # ## 练习
@@ -1149,7 +1168,7 @@ check.equal(student.trace_requests(student.define(SERVICE, "service")(student.va
 # <details><summary>提示二：用到的 API</summary>
 #
 # 给定的 `mix(x, key, step, n)` 按值拿钥匙。照着它的源码 `MIX` 写一个 `cp.RawKernel`，不要 `key` 参数，改成读 `x[n]`：所有的 `mix` 做完，`fold` 才改钥匙，所以中途它不变。
-# 新内核的第一次启动要加载代码，捕获中不允许：先对一个**别的**小数组启动一次，再 `stream.synchronize()`。
+# 新内核的第一次启动要编译、加载代码，别把它留到捕获里：先对一个**别的**小数组启动一次，再 `stream.synchronize()`。
 # `with stream: stream.begin_capture() … graph = stream.end_capture()`，`end_capture` 放进 `finally`。
 #
 # </details>
@@ -1263,7 +1282,7 @@ check.equal(mine.read(), yardstick.read(), why="量完速度以后，再换一�
 # **带走三句话**
 #
 # 1. 一个问题问到底：GPU 闲着的时候，CPU 在做什么？
-# 2. 给代码起名字，平时不花钱，出事时值千金。
+# 2. 给代码起名字，平时几乎不花钱，出事时值千金。
 # 3. 时间线看结构，关掉工具再看时间。
 #
 # 下一步：《图内剖析》给图里的每个节点算账，并量出追踪本身的代价；《图何时无用》先预测、再测量。
