@@ -507,7 +507,7 @@ Ledger = guard["Ledger"]
 
 def watched(prepare, queues):
     """What the ledger reports when two contexts made by prepare run on these two streams."""
-    ledger = Ledger(delay_us=2000)
+    ledger = Ledger(delay_us=20_000)  # longer than the CPU takes to set up the second context: both are in flight
     wrong_results(prepare(ledger.watch(deep)), queues, rounds=1)
     told = ledger.report()
     return told["most"], "、".join(told["faults"]) or "没有"
@@ -517,7 +517,7 @@ rows = [(what, where, *watched(prepare, queues)) for what, where, prepare, queue
 lab.say(lab.table(("共用了什么", "流", "最多几个同时在跑", "看守的报告"), rows), measured=False)
 
 # %% [markdown]
-# 看守不看结果，只看共用；所以踩没踩到，它都说得出来。
+# 看守不看结果，只看共用；所以踩没踩到，它都说得出来。（它在每次入队前先让那条流空转 20 毫秒，好让两次推理一定赶到一起。）
 #
 # ### 误区二：一张图，两条流上各启动一次，就是两份并行
 #
@@ -999,10 +999,10 @@ for name, (throughput, _) in curves.items():
 # ## 优先级：有急事的请求
 #
 # 离线的批处理占满了 GPU，这时来了一个在线请求。给它一条高优先级（priority）的流，它的内核就先拿到空出来的位置。
-# 《多流捕获与图的生命周期》里有两条规矩：优先级在捕获时抄进**节点**；实例化时要带上 `cudaGraphInstantiateFlagUseNodePriority` 才算数。
-# 引擎的内核不是我们启动的，规矩还管用吗？
+# 《多流捕获与图的生命周期》里有两条规矩：优先级在捕获时抄进**节点**；实例化时要带上 `cudaGraphInstantiateFlagUseNodePriority`，节点里的才算数。
+# 不带这个标志，整张图用的是**启动它的那条流**的优先级。引擎的内核不是我们启动的，规矩还管用吗？
 #
-# 批处理用许多块、每块空转 50 µs 的 `spin` 扮演；在线请求是一次推理。量它的端到端时间：
+# 批处理用许多块、每块空转 50 µs 的 `spin` 扮演；在线请求是一次推理。图都在高优先级的流上捕获，启动在哪条流上见表。量它的端到端时间：
 
 # %% tags=["demo", "gpu"]
 least, greatest = lab.check_cuda(cudart.cudaDeviceGetStreamPriorityRange())
@@ -1020,14 +1020,15 @@ heeded = lab.check_cuda(cudart.cudaGraphInstantiate(cudart.cudaGraph_t(int(urgen
 
 
 def launch_heeded():
-    lab.check_cuda(cudart.cudaGraphLaunch(heeded, urgent_seat.stream.ptr))
+    lab.check_cuda(cudart.cudaGraphLaunch(heeded, normal_seat.stream.ptr))
 
 
 cases = {
     "逐个入队，普通的流": (normal_seat.enqueue, normal_seat.stream),
     "逐个入队，高优先级的流": (urgent_seat.enqueue, urgent_seat.stream),
-    "图，没有标志": (partial(urgent_graph.launch, urgent_seat.stream), urgent_seat.stream),
-    "图，带 UseNodePriority": (launch_heeded, urgent_seat.stream),
+    "图，没有标志，启动在普通的流上": (partial(urgent_graph.launch, normal_seat.stream), normal_seat.stream),
+    "图，没有标志，启动在高优先级的流上": (partial(urgent_graph.launch, urgent_seat.stream), urgent_seat.stream),
+    "图，带 UseNodePriority，启动在普通的流上": (launch_heeded, normal_seat.stream),
 }
 waited = {name: [] for name in cases}
 alone = lab.end_to_end_us(urgent_seat.enqueue, sync=urgent_seat.stream.synchronize, repeats=15)
@@ -1045,13 +1046,14 @@ lab.say(
     )
 )
 lab.check_cuda(cudart.cudaGraphExecDestroy(heeded))
-plain_us, high_us, graph_plain_us, graph_high_us = (float(np.median(us)) for us in waited.values())
+plain_us, high_us, graph_plain_us, graph_high_us, graph_flag_us = (float(np.median(us)) for us in waited.values())
 lab.say(
-    f"逐个入队，高优先级把等待变成原来的 **{high_us / plain_us:.0%}**；图带上标志以后是不带时的 **{graph_high_us / graph_plain_us:.0%}**。"
+    f"逐个入队，高优先级把等待变成原来的 **{high_us / plain_us:.0%}**。没有标志的图，换到高优先级的流上启动，是在普通的流上的 **{graph_high_us / graph_plain_us:.0%}**；"
+    f"带上标志、仍在普通的流上启动，是不带时的 **{graph_flag_us / graph_plain_us:.0%}**。"
 )
 
 # %% [markdown]
-# 引擎的内核也在你给的那条流上启动，所以优先级跟着流走，也跟着捕获进了节点。两点提醒：
+# 引擎的内核也在你给的那条流上启动，所以逐个入队时，优先级跟着流走；捕获时它跟着进了节点，节点里的管不管用，看最后一行。两点提醒：
 #
 # - 优先级只管**空位给谁**，不打断正在跑的块。批处理的块如果一个就要跑 10 毫秒，在线请求最坏要等 10 毫秒。
 # - 引擎自己另开的流（下一节）不一定继承你的优先级：要它也优先，就自己给它流。
@@ -1973,7 +1975,7 @@ lab.say(f"8 个引擎：一张接一张 {serial_us[-1]:.0f} µs，一张图 {par
 
 # %% [markdown] tags=["instructor"]
 # 给教师：练习二、三的“共用”不靠碰运气抓：看守 `WATCH` 包住引擎，记下每次入队的上下文、流、显存和输出，可能同时在跑却共用的就报告，各有各的原因。
-# 练习二里它还在每次入队前让 GPU 空转 4 毫秒，少了同步、提前交出的结果一定是错的；前处理迟到的测试则让写 `x` 的流空转 15 毫秒。
+# 练习二里它还在每次入队前让 GPU 空转 40 毫秒，少了同步、提前交出的结果一定是错的；前处理迟到的测试则让写 `x` 的流空转 15 毫秒。
 # 失败的请求若不归还工位，几次以后就等不到结果，测试会在 20 秒后说出来。练习三把捕获中的第一次入队换成 `False`，看是不是仍交出一张图。
 
 # %% [markdown]
