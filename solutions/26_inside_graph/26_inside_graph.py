@@ -114,7 +114,7 @@ with stream:  # the first launch of a kernel loads its code, which may be refuse
 stream.synchronize()
 
 # %% [markdown]
-# 先趁还没有录过任何东西，把一张 100 个 `tick` 的图的时间记下来。后面量“追踪要花多少”的时候，它是干净的对照。
+# 先趁还没有录过任何东西，把两张图的时间记下来：一张 100 个 `tick`，一张 100 个 20 µs 的 `spin`。后面量“追踪要花多少”的时候，它们是干净的对照。
 
 # %% tags=["demo", "gpu"]
 TICKS = 100
@@ -125,10 +125,21 @@ def ticks():
         tick((1,), (1,), (counter,))
 
 
-clean_graph = captured(ticks)
-never = {"submit": lab.submit_us(partial(clean_graph.launch, stream), repeats=30).median, "end_to_end": lab.end_to_end_us(partial(clean_graph.launch, stream), repeats=30).median}
-clean_own = own_us(clean_graph)
-lab.say(f"从来没有录制过的时候：一张 {TICKS} 个小节点的图，CPU 提交 {never['submit']:.1f} µs，端到端 {never['end_to_end']:.1f} µs；两个事件量它自己是 {clean_own:.1f} µs。")
+def long_ticks():
+    for _ in range(TICKS):
+        launch_spin(20)
+
+
+def clocks(graph):
+    launch = partial(graph.launch, stream)
+    return lab.submit_us(launch, repeats=15).median, lab.end_to_end_us(launch, repeats=15).median
+
+
+SUBJECTS = {"小节点": ticks, "20 µs 的节点": long_ticks}
+never = {subject: clocks(captured(work)) for subject, work in SUBJECTS.items()}
+clean_own = own_us(captured(ticks))
+clean_submit, clean_total = never["小节点"]
+lab.say(f"从来没有录制过的时候：一张 {TICKS} 个小节点的图，CPU 提交 {clean_submit:.1f} µs，端到端 {clean_total:.1f} µs；两个事件量它自己是 {clean_own:.1f} µs。")
 
 # %% [markdown]
 # ## 图里的每个节点，一行记录
@@ -241,15 +252,21 @@ lab.say(f"两条线最多差 **{max(map(abs, apart), default=0):.1f} µs**，最
 # %% tags=["demo", "gpu"]
 _, tick_nodes, tick_spans = record_replays(ticks)
 tick_graph = captured(ticks)  # another one, captured while nothing records
-tick_sum, tick_own = sum(us for *_, us in tick_nodes), own_us(tick_graph)
-gap_ns = (tick_own - tick_sum) / TICKS * 1e3
+tick_sum, tick_span, tick_own = sum(us for *_, us in tick_nodes), median(tick_spans or [0.0]), own_us(tick_graph)
+gap_ns = (tick_span - tick_sum) / TICKS * 1e3
 lab.say(
     lab.table(
         (f"{TICKS} 个小节点", "µs"),
-        [("节点之和", f"{tick_sum:.1f}"), ("录制里的跨度", f"{median(tick_spans or [0.0]):.1f}"), ("图自己（不录）", f"{tick_own:.1f}")],
+        [
+            ("节点之和", f"{tick_sum:.1f}"),
+            ("录制里的跨度", f"{tick_span:.1f}"),
+            ("图自己（录过以后，现在不录）", f"{tick_own:.1f}"),
+            ("图自己（开头量的，从来没有录过）", f"{clean_own:.1f}"),
+        ],
     )
-    + f"\n\n图自己的时间减去节点之和，平均每个节点 **{gap_ns:.0f} ns**。"
-    + ("这就是间隙：内核都记在节点头上，换下一个节点的功夫不记。" if gap_ns > 0 else "负的？说明录制里的节点比平时慢：小到这个程度，记录本身的误差已经和节点一样大。")
+    + f"\n\n同一份录制里，跨度减去节点之和，平均每个节点 **{gap_ns:.0f} ns**。"
+    + ("这就是间隙：内核都记在节点头上，换下一个节点的功夫不记。" if gap_ns > 0 else "小到这个程度，记录本身的误差已经盖过了间隙。")
+    + ("从来没有录过的图，比录到的节点之和还快：节点这么短的时候，记录本身也把节点拉长了，单看录制里的微秒数不准。" if clean_own < tick_sum else "")
 )
 
 # %% [markdown]
@@ -349,7 +366,10 @@ def marked_ticks():
 
 marked = captured(marked_ticks)
 cost = lab.compare_us(partial(marked.launch, stream), partial(tick_graph.launch, stream), clock="end_to_end")
-lab.say(f"每个小节点后面跟一个事件节点：{kinds(marked)}。端到端 {cost.second.median:.1f} → {cost.first.median:.1f} µs，是原来的 **{cost.ratio:.2f}** 倍。")
+lab.say(
+    f"每个小节点后面跟一个事件节点：{kinds(marked)}。端到端 {cost.second.median:.1f} → {cost.first.median:.1f} µs，是原来的 **{cost.ratio:.2f}** 倍。"
+    + (f"（没有事件的这张图，开头从来没有录过的时候是 {clean_total:.1f} µs。录过以后启动慢了一截；上面两个数是在同样的状态下轮流量的，看倍数。）" if cost.second.median > 1.2 * clean_total else "")
+)
 
 # %% [markdown]
 # 所以：事件节点适合切**几段**大的，不适合给每个节点都来一个。
@@ -357,20 +377,11 @@ lab.say(f"每个小节点后面跟一个事件节点：{kinds(marked)}。端到�
 # ## 追踪本身花多少
 #
 # CUPTI 按节点记录，每个节点一行；按整图记录（`tracing.record("graph")`），每次图启动一行。
-# 轮流量三遍：不录、按整图录、按节点录。两张图，节点一样多，一张的节点几乎不做事，一张的节点各 20 µs。
+# 对照是开头那一遍，从来没有录过；再轮流量三种情形，各三遍：录过、现在关着，按整图录，按节点录。
+# 两张图，节点一样多，一张的节点几乎不做事，一张的节点各 20 µs。
 
 # %% tags=["demo", "gpu"]
-def long_ticks():
-    for _ in range(TICKS):
-        launch_spin(20)
-
-
-def clocks(graph):
-    launch = partial(graph.launch, stream)
-    return lab.submit_us(launch, repeats=15).median, lab.end_to_end_us(launch, repeats=15).median
-
-
-SUBJECTS, MODES = {"小节点": ticks, "20 µs 的节点": long_ticks}, {"不录": None, "按整图录": "graph", "按节点录": "node"}
+MODES = {"录过，现在关着": None, "按整图录": "graph", "按节点录": "node"}
 traced = {(subject, mode): [] for subject in SUBJECTS for mode in MODES}
 for _ in range(3):
     for subject, work in SUBJECTS.items():
@@ -385,34 +396,33 @@ for _ in range(3):
                 print(mode, error)
 middle = {key: [median(each) for each in zip(*pairs, strict=True)] for key, pairs in traced.items() if pairs}
 rows = []
-for (subject, mode), (submit, total) in middle.items():
-    extra = (total - middle[subject, "不录"][1]) / TICKS * 1e3
-    rows.append((subject, mode, f"{submit:.1f}", f"{total:.1f}", "" if mode == "不录" else f"{extra:+.0f}"))
-lab.say(
-    f"{TICKS} 个节点的图：\n\n"
-    + lab.table(("图", "追踪", "CPU 提交（µs）", "端到端（µs）", "每个节点多花（ns）"), rows)
-    + f"\n\n本章开头、从来没有录过的时候，小节点的图是 CPU 提交 {never['submit']:.1f} µs，端到端 {never['end_to_end']:.1f} µs。"
-)
+for subject, clean in never.items():
+    rows.append((subject, "从来没有录过", f"{clean[0]:.1f}", f"{clean[1]:.1f}", ""))
+    for submit, total, mode in [(*middle[subject, mode], mode) for mode in MODES if (subject, mode) in middle]:
+        rows.append((subject, mode, f"{submit:.1f}", f"{total:.1f}", f"{(total - clean[1]) / TICKS * 1e3:+.0f}"))
+lab.say(f"{TICKS} 个节点的图：\n\n" + lab.table(("图", "追踪", "CPU 提交（µs）", "端到端（µs）", "平均每个节点多花（ns）"), rows))
 figure, ax = plt.subplots(figsize=(7.5, 2.8), layout="constrained")
 for offset, subject in ((-0.2, "小节点"), (0.2, "20 µs 的节点")):
-    slower = [middle[subject, mode][1] / middle[subject, "不录"][1] if (subject, mode) in middle else 0 for mode in MODES]
+    slower = [middle[subject, mode][1] / never[subject][1] if (subject, mode) in middle else 0 for mode in MODES]
     ax.barh(np.arange(len(MODES)) + offset, slower, 0.36, label=subject)
 ax.set_yticks(range(len(MODES)), list(MODES))
-ax.set_xlabel("端到端时间，是不录时的几倍")
+ax.set_xlabel("端到端时间，是从来没有录过时的几倍")
 ax.set_title(f"追踪的代价（{lab.gpu_name()}）")
 ax.invert_yaxis()
 ax.legend()
 plt.show()
 
 # %% [markdown]
-# 按节点录，每个节点要多取两次时间戳、多写一行记录。最后一列就是你这台机器上每个节点的追踪费。
+# 按节点录，每个节点要多取两次时间戳、多写一行记录。最后一列就是你这台机器上的追踪费，和从来没有录过的时候相比，摊到每个节点上（出现负数，就是差别比噪声还小）。
 # 同样的费用，摊在几乎不做事的节点上，倍数就难看；摊在 20 µs 的节点上，也许看不出来。
-# 所以先看自己的图里节点有多长，再决定录制里的总时间能不能信。最下面那句里，“从来没有录过”和“录过、现在关着”要是差得明显，说明工具关了也没有走干净。
+# 所以先看自己的图里节点有多长，再决定录制里的总时间能不能信。
+#
+# 也看看“录过，现在关着”那一行：它要是比“从来没有录过”慢一截（甚至比正按整图录的还慢），说明工具关了也没有走干净。
 #
 # 三条规矩：
 #
 # 1. 看**谁长谁短**，按节点录；
-# 2. 报**整张图多长**，关掉工具，用事件或者端到端的时钟；
+# 2. 报**整张图多长**，别带工具，最好换一个从来没有录过的进程，用事件或者端到端的时钟；
 # 3. 两边对一次账。对不上，先弄清差在间隙、分支，还是工具身上。
 #
 # `nsys` 的 `--cuda-graph-trace=node` 和 `=graph` 是同样的两种粒度（granularity），同样的取舍。
