@@ -545,7 +545,7 @@ def test_seconds_that_differ_too_much_are_left_open_and_the_wrong_ones_refused()
     check = Check(np.random.default_rng(7))
     with pytest.raises(CannotTell, match="差得太多"):
         check.faster({"baseline": [0.1] * 5, "candidate": [0.01, 0.09, 0.09, 0.01, 0.09], "best": [0.01] * 5}, at_least=2.0)
-    for wrong in ({"baseline": [1, 1, 1], "candidate": [1, 1, 1]}, dict.fromkeys(("baseline", "candidate", "best"), [1, 1]),
+    for wrong in ({"baseline": [1, 1, 1], "candidate": [1, 1, 1]}, {name: [1, 1] for name in ("baseline", "candidate", "best")},
                   {"baseline": [1, 1, 1], "candidate": [1, 1, 1], "best": [1, 1]}):
         with pytest.raises(ValueError):
             check.faster(wrong, at_least=2.0)
