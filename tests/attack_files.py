@@ -3,8 +3,8 @@
 A file begins with comments: what it attacks, ``loses:`` the exercises it must get nothing for
 (``nothing``, where full marks are due), ``opens:`` exercises that must at least get no points
 (left to a person, where the examiner cannot tell whose doing it was), ``says:`` what the reason
-must tell, ``fools: open`` where the same trick beats tests that share the learner's process. Cells
-follow, each after
+must tell, ``fools: open`` where the same trick beats tests that share the learner's process,
+``keeps:`` exercises that are to keep full marks where not all are examined. Cells follow, each after
 ``# %%`` and its place:
 
     # %% first                  a cell before all others
@@ -39,6 +39,7 @@ class Attack:
     says: str = ""
     fools: str = ""
     opens: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ()
     cells: list[tuple[str, str, str]] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
 
@@ -59,12 +60,15 @@ def parse(path: Path) -> Attack:
             parts.append((match[1], match[2] or "", []))
         elif parts:
             parts[-1][2].append(line)
-        elif match := re.match(r"^# (loses|opens|says|fools): (.*)$", line):
+        elif match := re.match(r"^# (loses|opens|keeps|says|fools): (.*)$", line):
             headings[match[1]] = match[2]
         elif line.startswith("# "):
             about.append(line[2:])
-    loses, opens = (tuple(name for name in headings.pop(key, "nothing").split(", ") if name != "nothing") for key in ("loses", "opens"))
-    attack = Attack(path.stem, " ".join(about), loses, opens=opens, **headings)
+    lists = (
+        tuple(name for name in headings.pop(key, "nothing").split(", ") if name != "nothing") for key in ("loses", "opens", "keeps")
+    )
+    loses, opens, keeps = lists
+    attack = Attack(path.stem, " ".join(about), loses, opens=opens, keeps=keeps, **headings)
     for place, name, lines in parts:
         code = "\n".join(lines).strip("\n")
         if place == "file":
