@@ -32,7 +32,7 @@ def here() -> dict:
 
 def test_every_line_has_a_state_and_a_meaning(here):
     items = {line["item"]: line for line in here["machine"]}
-    assert {"Python", "课程的包", "中文字体", "磁盘", "课程目录", "沙箱", "GPU", "CuPy", "CUDA 绑定", "TensorRT"} == set(items)
+    assert {"系统", "Python", "课程的包", "中文字体", "磁盘", "课程目录", "沙箱", "GPU", "CuPy", "CUDA 绑定", "TensorRT"} == set(items)
     for line in items.values():
         assert line["state"] in ("ok", "missing", "warning", "later")
         assert line["found"]

@@ -91,7 +91,7 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     report = add("report", _report, "把一章的评分结果做成网页：每份提交一页，全班一页")
     report.add_argument("chapter", metavar="章节", help="编号或名称")
     add("site", _site, "把全部章节与录制的输出做成网站（阅读版），没有 GPU、没有网络也能读")
-    build = add("build", _build, "由源文件生成解答、发布版与 README 的章节表")
+    build = add("build", _build, "由源文件生成解答、发布版、README 的章节表与 PLATFORMS.md 的支持表")
     build.add_argument("chapters", metavar="章节", nargs="*", help="编号或名称，默认是全部已完成的章节")
     build.add_argument("--check", action="store_true", help="只检查，不写文件；有出入时退出码为 1")
     record = add("record", _record, "在真实 GPU 上录制章节的输出与回执（receipt）")
@@ -165,10 +165,10 @@ def _site(_: argparse.Namespace, __: list[str]) -> int:
 
 def _build(chosen: argparse.Namespace, _: list[str]) -> int:
     names = [manifest.chapter(name).name for name in chosen.chapters]
-    from launchlab import readme
+    from launchlab import platforms, readme
     from launchlab.course import build
 
-    return build.main(names, chosen.check) | readme.main(chosen.check)
+    return build.main(names, chosen.check) | readme.main(chosen.check) | platforms.main(chosen.check)
 
 
 def _record(chosen: argparse.Namespace, _: list[str]) -> int:

@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-from launchlab import device, manifest, paths
+from launchlab import device, manifest, paths, platforms, surroundings
 from launchlab.exam import sandbox
+from launchlab.surroundings import Surroundings
 
 TESTED_PYTHON = ((3, 11), (3, 13))
 ROOM_GB = 2.0  # notebooks, engines and a class's submissions
@@ -67,8 +68,15 @@ def main(as_json: bool) -> int:
 
 def examine() -> Iterator[Finding]:
     """Everything the course builds on, in the order in which it is needed."""
-    for part in (_python, _packages, _fonts, _disk, _writable, _sandbox, _gpu, _cupy, _bindings, _tensorrt):
+    where, gpu = surroundings.look(), device.gpu()
+    yield about_system(where)
+    for part in (_python, _packages, _fonts, _disk, _writable):
         yield part()
+    yield about_sandbox(where, sandbox.available(), sandbox.works())
+    yield about_gpu(where, gpu)
+    for part in (_cupy, _bindings):
+        yield part()
+    yield about_tensorrt(gpu, _tensorrt_version())
 
 
 def machine() -> Machine:
@@ -92,8 +100,10 @@ def lacks(chapter: manifest.Chapter, machine: Machine) -> list[str]:
         missing.append("支持 CUDA {}.{} 的驱动".format(*needs.cuda))
     if not machine.cupy:
         missing.append("CuPy")
-    if needs.tensorrt and (machine.tensorrt or (0, 0)) < needs.tensorrt:
-        missing.append("TensorRT {}.{}".format(*needs.tensorrt))
+    if needs.tensorrt:
+        least = max(needs.tensorrt, platforms.least_tensorrt(gpu.compute_capability, sys.version_info[:2]))
+        if (machine.tensorrt or (0, 0)) < least:
+            missing.append("TensorRT {}.{}".format(*least))
     return missing + [package for package in needs.packages if package not in machine.packages]
 
 
@@ -149,45 +159,72 @@ def _writable() -> Finding:
         return Finding("课程目录", "missing", str(paths.ROOT), meaning, "请检查这个目录的权限，或把仓库复制到自己的目录")
 
 
-def _sandbox() -> Finding:
-    if sandbox.works():
-        return Finding("沙箱", "ok", "bubblewrap", "评分时，学生的代码没有网络，文件系统只读")
-    if sandbox.available():
+def about_system(where: Surroundings) -> Finding:
+    """Linux itself, WSL or a container, and what differs there."""
+    if where.wsl == 1:
+        action = "在 Windows 的 PowerShell 里运行 wsl --set-version 发行版名 2，转成 WSL2"
+        return Finding("系统", "warning", "WSL1", "WSL1 用不了 GPU，也没有沙箱", action)
+    if where.wsl and where.linux_driver:
         return Finding(
-            "沙箱",
+            "系统",
             "warning",
-            "bubblewrap 启动失败",
-            "系统不允许用户命名空间（user namespace），评分时没有沙箱",
-            "只评自己的笔记本时不需要；评全班时，请让管理员允许用户命名空间",
+            "WSL2，里面装了 Linux 的 NVIDIA 驱动",
+            "WSL2 用的是 Windows 一侧的驱动，里面的这一份会挡住它",
+            "卸载 WSL 里的驱动（sudo apt purge 'libnvidia-compute-*' 'nvidia-driver-*'），再在 PowerShell 里运行 wsl --shutdown",
         )
-    return Finding(
-        "沙箱",
-        "warning",
-        "没有 bubblewrap",
-        "评分时没有沙箱，学生的代码能看到这台机器的文件和网络",
-        "只评自己的笔记本时不需要；评全班时，请安装：sudo apt install bubblewrap",
-    )
+    if where.wsl:
+        meaning = "用 Windows 一侧的驱动；锁页内存和性能计数器有限制，见 grader/PLATFORMS.md"
+        return Finding("系统", "ok", "WSL2" + (f"，{where.container}" if where.container else ""), meaning)
+    if where.container:
+        return Finding("系统", "ok", f"Linux，在容器里（{where.container}）", "驱动来自宿主机；沙箱与剖析的限制见 grader/PLATFORMS.md")
+    return Finding("系统", "ok", "Linux", "课程在 Linux 上录制")
 
 
-def _gpu() -> Finding:
-    gpu = device.gpu()
+def about_sandbox(where: Surroundings, installed: bool, works: bool) -> Finding:
+    """bubblewrap: whether it is there, whether it works, and where not, what forbids it."""
+    if works:
+        return Finding("沙箱", "ok", "bubblewrap", "评分时，学生的代码没有网络，文件系统只读")
+    alone = "只评自己的笔记本时不需要；评全班时，"
+    if not installed:
+        meaning = "评分时没有沙箱，学生的代码能看到这台机器的文件和网络"
+        return Finding("沙箱", "warning", "没有 bubblewrap", meaning, f"{alone}请安装：sudo apt install bubblewrap")
+    meaning = "系统不允许用户命名空间（user namespace），评分时没有沙箱"
+    if where.forbidden:
+        allowed = {"user.max_user_namespaces": 10_000, "kernel.unprivileged_userns_clone": 1}.get(where.forbidden, 0)
+        meaning = f"内核的设置 {where.forbidden} 不允许用户命名空间（user namespace），评分时没有沙箱"
+        host = "请宿主机的管理员" if where.container else "请管理员"
+        return Finding("沙箱", "warning", "bubblewrap 启动失败", meaning, f"{alone}{host}运行：sudo sysctl {where.forbidden}={allowed}")
+    if where.container:
+        options = "--security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined"
+        meaning = "容器不允许用户命名空间（user namespace），评分时没有沙箱"
+        action = f"{alone}启动容器时加上 {options}；租来的容器改不了这些选项，请换用虚拟机"
+        return Finding("沙箱", "warning", "bubblewrap 启动失败", meaning, action)
+    return Finding("沙箱", "warning", "bubblewrap 启动失败", meaning, f"{alone}请让管理员允许用户命名空间")
+
+
+def about_gpu(where: Surroundings, gpu: device.Gpu | None) -> Finding:
+    """The GPU, and whether the course can use it; without one, what to do where this process runs."""
     if gpu is None:
-        return Finding(
-            "GPU",
-            "missing",
-            "没有可用的 NVIDIA GPU",
-            "可以阅读全部章节（附有录制的输出），并完成不需要 GPU 的练习",
-            "如果机器上有 GPU，请安装 525 或更新的驱动（nvidia-smi 能列出它）；在容器里请加 --gpus all",
-        )
+        if where.wsl:
+            action = "如果机器上有 GPU，请在 Windows 里安装或更新 NVIDIA 驱动，再运行 wsl --shutdown；不要在 WSL 里装 Linux 驱动"
+        elif where.container:
+            action = "如果宿主机有 GPU，请在宿主机安装 NVIDIA Container Toolkit，启动容器时加 --gpus all（podman：--device nvidia.com/gpu=all）"
+        else:
+            action = "如果机器上有 GPU，请安装 525 或更新的驱动（nvidia-smi 能列出它）；在容器里请加 --gpus all"
+        meaning = "可以阅读全部章节（附有录制的输出），并完成不需要 GPU 的练习"
+        return Finding("GPU", "missing", "没有可用的 NVIDIA GPU", meaning, action)
     found = "{}，计算能力 {}.{}，{:.1f} GiB，驱动 {}".format(gpu.name, *gpu.compute_capability, gpu.memory / 2**30, gpu.driver)
     least = manifest.chapters()[0].needs
     if gpu.compute_capability < least.compute_capability:
-        return Finding(
-            "GPU", "missing", found, "课程需要计算能力 {}.{} 或更高".format(*least.compute_capability), "请换用更新的 GPU"
-        )
+        meaning = "课程需要计算能力 {}.{} 或更高".format(*least.compute_capability)
+        return Finding("GPU", "missing", found, meaning, "请换用更新的 GPU")
     if gpu.cuda < least.cuda:
         return Finding("GPU", "missing", found, "驱动只支持 CUDA {}.{}".format(*gpu.cuda), "请把驱动升级到 525 或更新的版本")
-    return Finding("GPU", "ok", found, "驱动支持 CUDA {}.{}".format(*gpu.cuda))
+    spoken = "驱动支持 CUDA {}.{}".format(*gpu.cuda)
+    if " MIG " in gpu.name:
+        meaning = f"{spoken}；这是一块 GPU 的切片（MIG），剖析可能受限，带宽可能与别人共用"
+        return Finding("GPU", "warning", found, meaning, "可以学习；测速的练习结果飘忽时，换用整块的 GPU")
+    return Finding("GPU", "ok", found, spoken)
 
 
 def _cupy() -> Finding:
@@ -220,21 +257,29 @@ def _bindings() -> Finding:
     return Finding("CUDA 绑定", "missing", found, f"没有 {'、'.join(missing)}，用到它们的章节无法运行", action)
 
 
-def _tensorrt() -> Finding:
+def about_tensorrt(gpu: device.Gpu | None, version: tuple[int, int] | None) -> Finding:
+    """TensorRT, and whether it and the GPU know each other."""
     first = next(chapter for chapter in manifest.chapters() if chapter.needs.tensorrt)
-    version = _tensorrt_version()
+    capability = gpu.compute_capability if gpu else None
+    install = f"{_here(sys.executable)} -m pip install {tensorrt_requirement(capability, sys.version_info[:2])}"
     if version is None:
-        return Finding(
-            "TensorRT",
-            "later",
-            "没有安装",
-            f"{first.name} 之前的章节用不到它",
-            f"学到那里时安装：{_here(sys.executable)} -m pip install {_tensorrt_requirement()}",
-        )
+        return Finding("TensorRT", "later", "没有安装", f"{first.name} 之前的章节用不到它", f"学到那里时安装：{install}")
     found = "{}.{}".format(*version)
-    if first.needs.tensorrt <= version < (12, 0):
+    if not first.needs.tensorrt <= version < (12, 0):
+        return Finding("TensorRT", "warning", found, "课程支持 10.6 到 11，这个版本没有测试过", "请换用支持的版本")
+    if capability is None:
         return Finding("TensorRT", "ok", found, "课程支持 10.6 到 11")
-    return Finding("TensorRT", "warning", found, "课程支持 10.6 到 11，这个版本没有测试过", "请换用支持的版本")
+    row, named = platforms.gpus().get(capability), "计算能力 {}.{}".format(*capability)
+    if row is None:
+        meaning = f"支持表里没有这块 GPU（{named}），不知道这个版本认不认识它"
+        return Finding("TensorRT", "warning", found, meaning, "如果构建引擎时报 Target GPU SM … is not supported，请装更新的版本")
+    if version < row.tensorrt:
+        meaning = "这块 GPU（{}）要 TensorRT {}.{} 或更新；现在构建引擎会报 Target GPU SM {}{} is not supported".format(named, *row.tensorrt, *capability)
+        return Finding("TensorRT", "missing", found, meaning, f"换一个版本：{install}")
+    if row.removed and version >= row.removed:
+        meaning = "TensorRT 从 {}.{} 起不再支持这块 GPU（{}）".format(*row.removed, named)
+        return Finding("TensorRT", "missing", found, meaning, "请换用更新的 GPU")
+    return Finding("TensorRT", "ok", found, f"课程支持 10.6 到 11，这个版本认识这块 GPU（{named}）")
 
 
 @cache
@@ -273,10 +318,11 @@ def _here(path: str) -> str:
     return str(Path(path).relative_to(paths.ROOT)) if Path(path).is_relative_to(paths.ROOT) else path
 
 
-def _tensorrt_requirement() -> str:
-    """environment.yml's pin, or for a Python that it has no build for the versions that have one."""
-    if sys.version_info >= (3, 13):
-        return "'tensorrt-cu12>=10.9,<12'"
+def tensorrt_requirement(gpu: tuple[int, int] | None, python: tuple[int, int]) -> str:
+    """What to ask pip for: environment.yml's pin, or where the GPU or Python is too new for it, the versions that know them."""
+    least = platforms.least_tensorrt(gpu, python)
+    if least > platforms.recorded():
+        return "'tensorrt-cu12>={}.{},<12'".format(*least)
     text = (paths.ROOT / "environment.yml").read_text(encoding="utf-8")
     return re.search(r"^ *- (tensorrt-cu12==\S+)", text, re.MULTILINE)[1]
 

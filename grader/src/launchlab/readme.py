@@ -1,9 +1,9 @@
-"""What README.md holds between markers: the table of chapters, from the manifest, and the figures of the committed benchmark."""
+"""What README.md holds between markers: the table of chapters, from the manifest, and the figures of committed reports."""
 
-import re
+from collections.abc import Callable
 from pathlib import Path
 
-from launchlab import manifest, paths
+from launchlab import generated, manifest, paths
 from launchlab.bench import table as bench
 
 BEGIN, END = "<!-- chapters: begin (made by `launchlab build`) -->", "<!-- chapters: end -->"
@@ -11,33 +11,30 @@ README = paths.ROOT / "README.md"
 
 
 def main(check: bool) -> int:
-    """Bring both up to date; with `check` write nothing and return 1 where one is out of date."""
-    current = README.read_text(encoding="utf-8")
-    try:
-        wanted = updated(current)
-    except ValueError as error:  # a marker is lost, or the benchmark's report is broken
-        print(f"✗ README.md：{error}")
-        return 1
-    if wanted == current:
-        return 0
-    if check:
-        print("✗ README.md：章节表与 chapters.toml，或者基准数字与 grader/reports/bench.json 不一致")
-        return 1
-    README.write_text(wanted, encoding="utf-8")
-    print("✓ README.md：章节表和基准数字已更新")
-    return 0
+    """Bring all parts up to date; with `check` write nothing and return 1 where one is out of date, or cannot be made."""
+    found = 0
+    for begin, end, body, stale in _parts():
+        try:
+            found |= generated.refresh(README, begin, end, body(), stale, check)
+        except ValueError as error:  # a marker is lost, or a report is broken
+            print(f"✗ README.md：{error}")
+            found = 1
+    return found
 
 
 def updated(text: str) -> str:
     """`text` with what lies between each two markers made anew; ValueError where a marker is missing."""
-    return _replaced(_replaced(text, BEGIN, END, table()), bench.BEGIN, bench.END, bench.block())
+    for begin, end, body, _ in _parts():
+        text = generated.between(text, begin, end, body())
+    return text
 
 
-def _replaced(text: str, begin: str, end: str, body: str) -> str:
-    made, count = re.subn(f"(?s)(?<={re.escape(begin)}\n).*(?={re.escape(end)})", lambda _: body, text)
-    if count != 1:
-        raise ValueError(f"README.md has lost the markers {begin} … {end}")
-    return made
+def _parts() -> list[tuple[str, str, Callable[[], str], str]]:
+    """Begin, end, what makes the text between them, and what to say where it is out of date."""
+    return [
+        (BEGIN, END, table, "章节表与 chapters.toml 不一致"),
+        (bench.BEGIN, bench.END, bench.block, "基准数字与 grader/reports/bench.json 不一致"),
+    ]
 
 
 def table() -> str:
