@@ -116,7 +116,7 @@ def versions(name: str) -> set[str]:
     """The versions of a distribution that pip finds for environment.yml's Python; none where it reaches no registry."""
     python = comments()["python"][0].rpartition(".")[0]
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "index", "versions", name, "--python-version", python, "--only-binary", ":none:"]
-    said = subprocess.run([*command, "--retries", "1", "--timeout", "15"], capture_output=True, text=True, timeout=120).stdout
+    said = subprocess.run([*command, "--retries", "1", "--timeout", "15"], capture_output=True, text=True, timeout=300).stdout
     found = re.search(r"^Available versions: (.+)$", said, re.MULTILINE)
     return set(found[1].split(", ")) if found else set()
 

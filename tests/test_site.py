@@ -64,7 +64,7 @@ def site(tmp_path_factory) -> Path:
     environment = {**os.environ, "LAUNCHLAB_ROOT": str(root), "LAUNCHLAB_BUILD": str(root / "build")}
     # Nothing may be downloaded: a proxy that nobody answers for.
     environment |= dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
-    ended = subprocess.run([sys.executable, "-m", "launchlab", "site"], env=environment, capture_output=True, text=True, timeout=180)
+    ended = subprocess.run([sys.executable, "-m", "launchlab", "site"], env=environment, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "index.html" in ended.stdout
     return root / "build" / "site"

@@ -21,7 +21,7 @@ NEEDED = ("sphinx", "myst_nb", "furo", "latex2mathml")  # the extra `site`
 
 
 def main() -> int:
-    """Build ``build/site`` anew; 0, 1 if Sphinx warned or failed, 2 where its packages are missing."""
+    """Build ``build/site`` anew; 0, 1 if Sphinx warned of anything, 2 where its packages are missing."""
     if missing := [name for name in NEEDED if not importlib.util.find_spec(name)]:
         print(f"✗ 没有安装 {'、'.join(missing)}，不能生成网站。用 ./grader/launch 启动，它会装好；自己的环境里请运行 pip install -e 'grader[site]'。", file=sys.stderr)
         return 2
@@ -32,11 +32,10 @@ def main() -> int:
 
     pages.write(source)
     warnings = _build(source, target)
+    print(f"{'!' if warnings else '✓'} {short(target / 'index.html')}：用浏览器打开它就能读。要给别人看：python -m http.server -d {short(target)}")
     if warnings:
-        print(f"✗ 生成网站时有警告：\n{warnings}", file=sys.stderr)
-        return 1
-    print(f"✓ {short(target / 'index.html')}：用浏览器打开它就能读。要给别人看：python -m http.server -d {short(target)}")
-    return 0
+        print(f"✗ 网站生成了，但是有警告：\n{warnings}", file=sys.stderr)
+    return 1 if warnings else 0
 
 
 def _build(source: Path, target: Path) -> str:
@@ -64,7 +63,7 @@ def _settings() -> dict[str, Any]:
         "nb_ipywidgets_js": {},
         "myst_enable_extensions": ["dollarmath"],
         "myst_disable_syntax": ["myst_role", "myst_target", "myst_line_comment", "myst_block_break"],
-        "highlight_language": "python3",
+        "highlight_language": "none",
         "html_theme": "furo",
         "html_title": "CUDA 图优化与 TensorRT 动态形状",
         "html_math_renderer": "mathml",
