@@ -20,6 +20,7 @@ from launchlab import manifest, paths
 from launchlab.site.extension import Bigrams, mathml
 
 CHOSEN, PLANNED = ("01_introduction", "02_execution_model", "03_cuda_graph_concepts"), "99_planned"
+STALE = "02_execution_model"  # changed after it was recorded
 HIDDEN = re.compile(r"### BEGIN HIDDEN TESTS\n(.*?)### END HIDDEN TESTS", re.DOTALL)
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -57,8 +58,13 @@ def site(tmp_path_factory) -> Path:
     grader = root / "grader"
     grader.mkdir()
     (grader / "chapters.toml").write_text("[[chapters]]\n".join([head, *blocks]), encoding="utf-8")
-    for path in (paths.SOLUTIONS, paths.COURSE):
-        (root / path.name).symlink_to(path)
+    (root / "solutions").mkdir()
+    for name in CHOSEN:
+        if name != STALE:
+            (root / "solutions" / name).symlink_to(paths.SOLUTIONS / name)
+    shutil.copytree(paths.SOLUTIONS / STALE, root / "solutions" / STALE)
+    with open(root / "solutions" / STALE / f"{STALE}.py", "a", encoding="utf-8") as source:
+        source.write("\n# %% [markdown]\n# 录制以后加的一格\n")
     for name in ("receipts", "PLATFORMS.md"):
         (grader / name).symlink_to(paths.GRADER / name)
     environment = {**os.environ, "LAUNCHLAB_ROOT": str(root), "LAUNCHLAB_BUILD": str(root / "build")}
@@ -99,6 +105,11 @@ def test_each_page_names_gpu_driver_and_date_of_its_figures(pages):
             text = "".join(pages[f"{name}/{kind}.html"].words)
             for fact in (proof["gpu"], f"驱动 {proof['driver']}", proof["recorded_at"][:10]):
                 assert fact in text, f"{name}/{kind}: {fact}"
+
+
+def test_a_page_says_where_its_outputs_are_older_than_its_source(pages):
+    for name in CHOSEN:
+        assert ("还没有重新录制" in pages[f"{name}/solution.html"].text) == (name == STALE)
 
 
 def test_nothing_is_loaded_from_elsewhere(site, pages):
