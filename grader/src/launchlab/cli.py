@@ -103,6 +103,18 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     bench.add_argument(
         "--from", dest="source", metavar="报告", type=Path, help="不测量，只由这份 JSON 重画图表和表格（不需要 GPU）"
     )
+    peers = add("peers", _peers, "在真实 GPU 上，把本课程的方法与 PyTorch、ONNX Runtime、TensorRT 的常见用法并排测量")
+    peers.add_argument("--seconds", metavar="秒", type=float, default=400.0, help="最多用多少秒，默认 400；来不及的会写明")
+    peers.add_argument(
+        "--level",
+        metavar="级别",
+        type=int,
+        choices=range(1, 6),
+        default=1,
+        help="TensorRT 的优化级别，1 到 5，默认 1；来不及就用 1",
+    )
+    peers.add_argument("--redraw", action="store_true", help="不测量，只由已有的报告重新画图")
+    peers.add_argument("--out", metavar="文件", type=Path, help="报告写到哪里，默认 grader/reports/peers.json")
     add("test", _test, "运行全部检查与测试（ruff、typos、pytest）", "[pytest 的选项]")
     return parser, commands
 
@@ -182,6 +194,16 @@ def _bench(chosen: argparse.Namespace, _: list[str]) -> int:
     from launchlab.bench import command
 
     return command.main(chosen.seconds, chosen.source)
+
+
+def _peers(chosen: argparse.Namespace, _: list[str]) -> int:
+    from launchlab.peers import report, run
+
+    out = chosen.out or report.REPORT
+    if chosen.redraw:
+        report.draw(report.load(out), out.with_suffix(".svg"))
+        return 0
+    return run.main(chosen.seconds, chosen.level, out)
 
 
 def _test(_: argparse.Namespace, rest: list[str]) -> int:

@@ -5,8 +5,10 @@ from pathlib import Path
 
 from launchlab import generated, manifest, paths
 from launchlab.bench import table as bench
+from launchlab.peers import report as peers
 
 BEGIN, END = "<!-- chapters: begin (made by `launchlab build`) -->", "<!-- chapters: end -->"
+PEERS_BEGIN, PEERS_END = "<!-- peers: begin (made by `launchlab build`) -->", "<!-- peers: end -->"
 README = paths.ROOT / "README.md"
 
 
@@ -33,6 +35,7 @@ def _parts() -> list[tuple[str, str, Callable[[], str], str]]:
     """Begin, end, what makes the text between them, and what to say where it is out of date."""
     return [
         (BEGIN, END, table, "章节表与 chapters.toml 不一致"),
+        (PEERS_BEGIN, PEERS_END, peers.section, "同类方案的表与 grader/reports/peers.json 不一致"),
         (bench.BEGIN, bench.END, bench.block, "基准数字与 grader/reports/bench.json 不一致"),
     ]
 

@@ -87,14 +87,27 @@ def ppocr(part: str) -> Path:
     return path
 
 
+class Weights:
+    """The random weights of `resnet50` and `bert`: equal seeds and equal calls in the same order give equal weights."""
+
+    def __init__(self, seed: int):
+        self._rng = np.random.default_rng(seed)
+        self._normal = self._rng.standard_normal(1 << 20, dtype=np.float32)
+
+    def draw(self, shape: tuple[int, ...], spread: float) -> np.ndarray:
+        """Normal values, float16, the same million over again in a larger tensor: a hundred million take seconds to draw."""
+        begin = self._rng.integers(len(self._normal) // 2)
+        values = (self._normal[begin : begin + math.prod(shape)] * np.float32(spread)).astype(np.float16)
+        return np.resize(values, shape)
+
+
 class _Network:
     """The few layers that these models are made of, in FP16; weights are drawn as they are asked for."""
 
     def __init__(self, builder, seed: int):
         import tensorrt as trt
 
-        self._trt, self._rng = trt, np.random.default_rng(seed)
-        self._normal = self._rng.standard_normal(1 << 20, dtype=np.float32)
+        self._trt, self._draw = trt, Weights(seed).draw
         self.definition = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         self._kept = _weights_of.setdefault(self.definition, [])
 
@@ -177,12 +190,6 @@ class _Network:
         layer = self.definition.add_shuffle(x)
         layer.first_transpose = order
         return layer.get_output(0)
-
-    def _draw(self, shape: tuple[int, ...], spread: float) -> np.ndarray:
-        """Normal values, the same million over again in a larger tensor: a hundred million take seconds to draw."""
-        begin = self._rng.integers(len(self._normal) // 2)
-        values = (self._normal[begin : begin + math.prod(shape)] * np.float32(spread)).astype(np.float16)
-        return np.resize(values, shape)
 
     def _constant(self, values: np.ndarray, dtype: type = np.float16):
         return self.definition.add_constant(values.shape, self._weights(values, dtype)).get_output(0)
