@@ -1,5 +1,7 @@
 """PyTorch's networks of the comparison against ONNX Runtime, on the CPU. Run where torch, onnx and the OCR model are installed."""
 
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,9 @@ from launchlab.peers.stream import Request
 torch = pytest.importorskip("torch")
 ort = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnx")
-pytest.importorskip("rapidocr_onnxruntime")
+pytestmark = pytest.mark.skipif(
+    find_spec("rapidocr_onnxruntime") is None, reason="needs rapidocr-onnxruntime, which holds the OCR model"
+)
 
 CPU = ["CPUExecutionProvider"]
 
@@ -54,7 +58,7 @@ def test_bert_keeps_its_vectors_as_checkpoint_and_as_onnx(tmp_path):
         bert.save(network, tmp_path / bert.CHECKPOINT)
         loaded = bert.load(tmp_path / bert.CHECKPOINT)
         assert all(torch.equal(mine, other) for mine, other in zip(network.parameters(), loaded.parameters(), strict=True))
-    bert.export(network, tmp_path / bert.ONNX)
-    session = ort.InferenceSession(str(tmp_path / bert.ONNX), providers=CPU)
+    bert.export(network, tmp_path / "bert.onnx")
+    session = ort.InferenceSession(str(tmp_path / "bert.onnx"), providers=CPU)
     for ids, vector in zip(requests, right, strict=True):
         assert error("bert", (session.run(None, {"ids": ids})[0],), vector) < TOLERANCE["bert"] / 4

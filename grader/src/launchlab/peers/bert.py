@@ -10,7 +10,7 @@ from torch.nn import functional
 from launchlab.lab.models import LONGEST, VOCABULARY, Weights
 
 LAYERS, HIDDEN, HEADS, INNER = 12, 768, 12, 3072
-CHECKPOINT, ONNX = "bert.pt", "bert.onnx"
+CHECKPOINT = "bert.pt"
 
 
 class _Layer(nn.Module):
@@ -49,16 +49,9 @@ class Bert(nn.Module):
         return x[0, 0]
 
 
-def _empty() -> Bert:
-    """On the CPU, FP32, for inference, without values."""
-    with torch.device("meta"):
-        net = Bert()
-    return net.to_empty(device="cpu").requires_grad_(False).eval()
-
-
 def bert(seed: int = 0) -> Bert:
     """BERT-base on the CPU, FP32, for inference, with the FP16 weights of ``models.bert(..., seed=seed)``."""
-    weights, net = Weights(seed), _empty()
+    weights, net = Weights(seed), Bert().requires_grad_(False).eval()
 
     def fill(parameter: torch.Tensor, values: np.ndarray) -> None:
         parameter.copy_(torch.from_numpy(values))
@@ -91,7 +84,7 @@ def save(net: Bert, path: Path) -> None:
 
 def load(path: Path) -> Bert:
     """What `save` kept: BERT-base on the CPU, FP16, for inference."""
-    net = _empty().half()
+    net = Bert().requires_grad_(False).half().eval()
     net.load_state_dict(torch.load(path, weights_only=True))
     return net
 

@@ -1,11 +1,11 @@
 """ONNX Runtime's peer: its CUDA provider, as it comes, one session, shapes as they arrive."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 
-from launchlab.lab import models
 from launchlab.peers import Absent
 
 PROVIDER = "CUDAExecutionProvider"
@@ -16,6 +16,16 @@ def offered() -> bool:
     return PROVIDER in ort.get_available_providers()
 
 
+def _load_cuda() -> None:
+    """Load the CUDA and cuDNN libraries of PyPI's packages, which ONNX Runtime looks for beside itself alone."""
+    found = find_spec("nvidia")
+    for place in found.submodule_search_locations if found else ():
+        for libraries in Path(place).glob("cu[0-9]*/lib"):
+            ort.preload_dlls(cudnn=False, directory=str(libraries))
+        for libraries in Path(place).glob("cudnn/lib"):
+            ort.preload_dlls(cuda=False, directory=str(libraries))
+
+
 class Session:
     """`InferenceSession.run`, which copies in and out itself. Absent if there is no CUDA provider, or it does not load."""
 
@@ -24,17 +34,9 @@ class Session:
             raise Absent(
                 f"onnxruntime {ort.__version__} has no {PROVIDER} (it offers {', '.join(ort.get_available_providers())})"
             )
-        ort.preload_dlls()
+        _load_cuda()
         ort.set_default_logger_severity(3)
-        if model == "rec":
-            from launchlab.peers import rec
-
-            source: bytes | str = rec.with_answer(models.ppocr("rec")).SerializeToString()
-        else:
-            from launchlab.peers import bert
-
-            source = str(folder / bert.ONNX)
-        self._session = ort.InferenceSession(source, providers=[(PROVIDER, {"use_tf32": "0"})])
+        self._session = ort.InferenceSession(str(folder / f"{model}.onnx"), providers=[(PROVIDER, {"use_tf32": "0"})])
         if PROVIDER not in self._session.get_providers():
             raise Absent(f"onnxruntime {ort.__version__} could not load its {PROVIDER}")
         self._input = self._session.get_inputs()[0].name

@@ -1,6 +1,6 @@
 """The right answers, computed on the CPU in FP32, and what a peer may differ from them.
 
-    python -m launchlab.peers.reference FOLDER      writes MODEL.npz, BERT's checkpoint and, where it is of use, its ONNX file
+    python -m launchlab.peers.reference FOLDER      writes MODEL.npz, BERT's checkpoint and, where ONNX Runtime has a GPU, MODEL.onnx
 
 rec: ONNX Runtime, each request both at its own width and at the course's bucket, because rec sees what it is filled up
 with: the width is part of the question, as in PP-OCR itself. bert: PyTorch; masked tokens change nothing.
@@ -54,11 +54,12 @@ def filled(array: np.ndarray, size: int) -> np.ndarray:
     return wide
 
 
-def _rec(requests: list[Request]) -> dict[str, np.ndarray]:
+def _rec(requests: list[Request], folder: Path) -> dict[str, np.ndarray]:
     """float64 (3, steps) each: class, probability, and by how much it exceeds the second likeliest."""
     import onnxruntime as ort
 
     from launchlab.lab import models
+    from launchlab.peers import ort_peer, rec
 
     session = ort.InferenceSession(str(models.ppocr("rec")), providers=["CPUExecutionProvider"])
     right = {}
@@ -67,11 +68,13 @@ def _rec(requests: list[Request]) -> dict[str, np.ndarray]:
             (scores,) = session.run(None, {session.get_inputs()[0].name: filled(payload("rec", request), size)})[0]
             two = np.partition(scores, -2, axis=1)[:, -2:]
             right[key(request, size)] = np.stack([scores.argmax(axis=1).astype(np.float64), two[:, 1], two[:, 1] - two[:, 0]])
+    if ort_peer.offered():
+        (folder / "rec.onnx").write_bytes(rec.with_answer(models.ppocr("rec")).SerializeToString())
     return right
 
 
 def _bert(requests: list[Request], folder: Path) -> dict[str, np.ndarray]:
-    """float64 (HIDDEN,) each. Leaves the checkpoint in the folder, and an ONNX file if ONNX Runtime has its CUDA provider."""
+    """float64 (HIDDEN,) each."""
     import torch
 
     from launchlab.peers import bert, ort_peer
@@ -83,7 +86,7 @@ def _bert(requests: list[Request], folder: Path) -> dict[str, np.ndarray]:
             right.update({key(request, size): vector for size in (request.size, bucket_of("bert", request.size))})
     bert.save(net, folder / bert.CHECKPOINT)
     if ort_peer.offered():
-        bert.export(net, folder / bert.ONNX)
+        bert.export(net, folder / "bert.onnx")
     return right
 
 
@@ -91,7 +94,7 @@ def main(folder: Path) -> None:
     for model in MODELS:
         began = time.monotonic()
         requests = sorted(set(recorded(model)), key=lambda request: (request.size, request.variant))
-        right = _rec(requests) if model == "rec" else _bert(requests, folder)
+        right = (_rec if model == "rec" else _bert)(requests, folder)
         np.savez(folder / f"{model}.npz", **right)
         print(f"{model}: {len(right)} right answers in {time.monotonic() - began:.1f} s", flush=True)
 
