@@ -151,6 +151,7 @@ def test_a_peer_that_cannot_run_says_why_and_is_gone(tmp_path):
     try:
         with pytest.raises(Failed, match=r"bert\.npz"):
             process.answer(60)
+        process.ask(0)
         with pytest.raises(Failed, match="status 0"):
             process.answer(60)
     finally:

@@ -34,6 +34,7 @@ class Process:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "launchlab.peers.child", peer, model, str(folder), str(writing)],
                 stdin=subprocess.PIPE,
+                bufsize=0,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=(writing,),
@@ -47,7 +48,6 @@ class Process:
         """Have the stream served once, after so many requests before the clock."""
         try:
             self._process.stdin.write(f"{before}\n".encode())
-            self._process.stdin.flush()
         except BrokenPipeError:
             pass  # its last word says why it ended, and `answer` reads that
 

@@ -77,6 +77,7 @@ class _Comparison:
             for number, model in enumerate(MODELS):
                 self._start(LAST, model, (self._left() - ROUNDS_TAKE) / (len(MODELS) - number))
             for number in range(ROUNDS):
+                self._say(f"第 {number + 1} 轮，{len(self._alive)} 个")
                 for key in list(self._alive)[:: 1 if number % 2 else -1]:
                     self._round(*key)
         finally:
