@@ -79,8 +79,9 @@ def test_the_package_imports_only_what_it_declares():
             imported |= {name.partition(".")[0] for name in names}
     declared = {canonicalize_name(Requirement(text).name) for text in [*PROJECT["project"]["dependencies"], *EXTRAS["site"]]}
     owners = importlib.metadata.packages_distributions()
-    gpu = {"cupy", "cuda", "cupti", "tensorrt", "tensorrt_bindings"}
-    for name in sorted(imported - set(sys.stdlib_module_names) - {"launchlab", "__main__"} - gpu):
+    gpu = {"cupy", "cupyx", "cuda", "cupti", "tensorrt", "tensorrt_bindings"}
+    peers = {Requirement(text).name.removesuffix("-gpu") for text in EXTRAS["peers"]}
+    for name in sorted(imported - set(sys.stdlib_module_names) - {"launchlab", "__main__"} - gpu - peers):
         assert declared & {canonicalize_name(owner) for owner in owners.get(name, [])}, f"{name} is not declared"
 
 
