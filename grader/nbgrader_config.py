@@ -29,7 +29,8 @@ c.CourseDirectory.release_directory = "course"
 c.CourseDirectory.submitted_directory = str(BUILD / "submitted")
 c.CourseDirectory.autograded_directory = str(BUILD / "autograded")
 c.CourseDirectory.feedback_directory = str(BUILD / "feedback")
-c.CourseDirectory.db_url = f"sqlite:///{BUILD / 'gradebook.db'}"
+# A file, or what LAUNCHLAB_GRADEBOOK names: postgresql://… for graders on several machines.
+c.CourseDirectory.db_url = os.environ.get("LAUNCHLAB_GRADEBOOK") or f"sqlite:///{BUILD / 'gradebook.db'}"
 # Replaces nbgrader's list, so its four entries are repeated; the rest must not reach a release.
 c.CourseDirectory.ignore = [".ipynb_checkpoints", "*.pyc", "__pycache__", "feedback", "*.py", ".*"]
 
@@ -74,3 +75,6 @@ c.GenerateFeedback.preprocessors = [
     steps.GetGrades,
     CSSHTMLHeaderPreprocessor,
 ]
+
+# --- marks -> a table -------------------------------------------------------------------------
+c.ExportApp.plugin_class = "launchlab.grading.marks.MarksExport"

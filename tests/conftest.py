@@ -4,9 +4,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from nbgrader.api import Gradebook
 
 from launchlab import manifest, paths
 from launchlab.course import build
+from launchlab.course.release import settings
 
 MINI = Path(__file__).parent / "mini_course"
 
@@ -34,3 +36,20 @@ def mini(tmp_path, monkeypatch) -> manifest.Chapter:
     chapter = manifest.chapter("90_mini")
     build.write(chapter, build.build(chapter))
     return chapter
+
+
+@pytest.fixture(scope="session")
+def new_gradebook(tmp_path_factory):
+    """An empty gradebook's file: nbgrader takes seconds to make one."""
+    path = tmp_path_factory.mktemp("gradebook") / "gradebook.db"
+    settings()  # lets nbgrader find alembic
+    Gradebook(f"sqlite:///{path}", "launchlab").close()
+    return path
+
+
+@pytest.fixture
+def mini_with_gradebook(mini, new_gradebook) -> manifest.Chapter:
+    """`mini`, with an empty gradebook."""
+    paths.BUILD.mkdir(exist_ok=True)
+    shutil.copy(new_gradebook, paths.BUILD)
+    return mini

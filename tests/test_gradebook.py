@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import shutil
 import subprocess
 import sys
 
@@ -11,23 +10,12 @@ from nbgrader.api import Gradebook
 
 from launchlab import paths
 from launchlab.course import build, gradebook
-from launchlab.course.release import CONFIG, ReleaseError, settings
-
-
-@pytest.fixture(scope="session")
-def new_gradebook(tmp_path_factory):
-    """An empty gradebook's file: nbgrader takes seconds to make one."""
-    path = tmp_path_factory.mktemp("gradebook") / "gradebook.db"
-    settings()  # lets nbgrader find alembic
-    Gradebook(f"sqlite:///{path}", "launchlab").close()
-    return path
+from launchlab.course.release import CONFIG, ReleaseError
 
 
 @pytest.fixture
-def mini(mini, new_gradebook):
-    paths.BUILD.mkdir(exist_ok=True)
-    shutil.copy(new_gradebook, paths.BUILD)
-    return mini
+def mini(mini_with_gradebook):
+    return mini_with_gradebook
 
 
 @pytest.fixture

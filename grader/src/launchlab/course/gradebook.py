@@ -3,6 +3,9 @@
 nbgrader takes them in by generate_assignment, and refuses to once a submission has been graded.
 Here both happen by themselves, so that plain ``nbgrader autograde`` works on a fresh clone and
 after a test was added.
+
+The gradebook is a file of SQLite, or a database of a PostgreSQL server that graders on several
+machines share: what must happen once is guarded by a lock on this machine and one in the server.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import nbformat
+import sqlalchemy
 from nbformat import NotebookNode
 from nbgrader.api import Comment, Grade, Gradebook, GradeCell, MissingEntry, SolutionCell, SourceCell
 from nbgrader.converters import GenerateAssignment
@@ -24,6 +28,22 @@ from launchlab import paths
 from launchlab.course.release import ReleaseError, generate, settings
 from launchlab.course.stubs import StubSolutions
 
+SERVER_LOCK = 0x4C61756E63684C61  # "LaunchLa": the one key that all graders of one server agree on
+
+
+class Unreachable(Exception):
+    """The gradebook cannot be opened; the text (Chinese) says why and what to try."""
+
+
+@contextmanager
+def opened(coursedir: CourseDirectory | None = None) -> Iterator[Gradebook]:
+    """The gradebook of ``coursedir`` (by default that of the configuration), closed afterwards. Raises `Unreachable`."""
+    coursedir = coursedir or CourseDirectory(config=settings())
+    with _alone(coursedir.db_url):  # opening an empty one makes its tables
+        gradebook = _open(coursedir)
+    with gradebook:
+        yield gradebook
+
 
 def ensure(name: str, coursedir: CourseDirectory | None = None) -> bool:
     """Bring the gradebook's cells of assignment ``name`` up to date; True if it had to be changed.
@@ -32,7 +52,7 @@ def ensure(name: str, coursedir: CourseDirectory | None = None) -> bool:
     the configuration. May be called within a running converter: it starts one of its own, which
     writes to a temporary folder, never to ``course/``. Marks of cells that still exist are kept;
     a new test cell is left open in submissions that were graded before.
-    ReleaseError: there is no such solution notebook, or nbgrader refused it.
+    ReleaseError: there is no such solution notebook, or nbgrader refused it. Unreachable: no gradebook.
     """
     config = settings()
     coursedir = coursedir or CourseDirectory(config=config)
@@ -40,8 +60,8 @@ def ensure(name: str, coursedir: CourseDirectory | None = None) -> bool:
     wanted = {path.stem: _cells(path) for path in folder.glob("*.ipynb")}
     if not wanted:
         raise ReleaseError(f"没有 {name} 的解答笔记本（{folder}）。章节名写对了吗？先运行 launchlab build {name}。")
-    with _alone():
-        with Gradebook(coursedir.db_url, coursedir.course_id) as gradebook:
+    with _alone(coursedir.db_url):
+        with _open(coursedir) as gradebook:
             if _known(gradebook, name) == {notebook: _checksums(cells) for notebook, cells in wanted.items()}:
                 return False
             for notebook, cells in wanted.items():
@@ -58,6 +78,23 @@ def ensure(name: str, coursedir: CourseDirectory | None = None) -> bool:
             )
             generate(GenerateAssignment(coursedir=here, config=config))
     return True
+
+
+def enrol(name: str, students: list[str], coursedir: CourseDirectory) -> None:
+    """Have a row for each of ``students`` and their submissions of assignment ``name``, which the gradebook must know.
+
+    nbgrader makes them while it grades. Two graders of one class would both make them, and one would fail.
+    """
+    with _alone(coursedir.db_url), _open(coursedir) as gradebook:
+        for student in students:
+            gradebook.update_or_create_student(student)
+            gradebook.update_or_create_submission(name, student)
+
+
+def _open(coursedir: CourseDirectory) -> Gradebook:
+    # nbgrader's own steps open it without naming the course, and make another then: here first, behind the lock.
+    Gradebook(coursedir.db_url).close()
+    return Gradebook(coursedir.db_url, coursedir.course_id)
 
 
 def _cells(path: Path) -> dict[str, NotebookNode]:
@@ -107,8 +144,22 @@ def _make_room(gradebook: Gradebook, assignment: str, name: str, wanted: dict[st
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """One process at a time: two graders that start together must not both fill the gradebook."""
+def _alone(db_url: str) -> Iterator[None]:
+    """One process at a time: two graders that start together must not both fill the gradebook. Raises `Unreachable`."""
+    paths.BUILD.mkdir(parents=True, exist_ok=True)
     with open(paths.BUILD / "gradebook.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        if not db_url.startswith("postgres"):
+            yield
+            return
+        try:
+            connection = sqlalchemy.create_engine(db_url, poolclass=sqlalchemy.NullPool).connect()
+        except ModuleNotFoundError:
+            raise Unreachable("成绩册在 PostgreSQL 上，而这个 Python 里没有它的驱动 psycopg。请运行 pip install './grader[postgresql]'，再试一次。") from None
+        except sqlalchemy.exc.SQLAlchemyError as error:
+            where = sqlalchemy.make_url(db_url).render_as_string(hide_password=True)
+            reason = str(getattr(error, "orig", None) or error).strip()
+            raise Unreachable(f"连不上成绩册 {where}：{reason}\n请检查环境变量 LAUNCHLAB_GRADEBOOK，以及服务器是否在运行。") from None
+        with connection:  # the lock ends with it
+            connection.execute(sqlalchemy.text("SELECT pg_advisory_lock(:key)"), {"key": SERVER_LOCK})
+            yield

@@ -8,12 +8,9 @@ retyped, deleted or mangled cell cannot confuse nbgrader, and cannot stop a clas
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import json
-import os
 import shutil
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +22,8 @@ from nbformat.v4 import new_code_cell, new_markdown_cell
 
 from launchlab.course import gradebook
 from launchlab.course.release import pristine
-from launchlab.exam.examine import Master
+from launchlab.grading.turn import turn
 from launchlab.manifest import chapter
-from launchlab.paths import BUILD
 
 LARGEST = 64 << 20  # bytes of a notebook file
 MOST_CELLS = 2000
@@ -190,7 +186,7 @@ class IntakeExporter(NotebookExporter):
         super().__init__(*args, **kwargs)
         converter = self.parent
         self.coursedir = converter.coursedir
-        _turn.take(self)
+        turn.take(self)
         gradebook.ensure(self.coursedir.assignment_id, self.coursedir)
         self._release = pristine(chapter(self.coursedir.assignment_id))
         submitted = self.coursedir.format_path(self.coursedir.submitted_directory, self.coursedir.student_id, self.coursedir.assignment_id)
@@ -205,6 +201,7 @@ class IntakeExporter(NotebookExporter):
                 # Nothing of it can be read or set right: nbgrader would stop at it, so it never sees it.
                 self.log.error("%s: 没有评分：%s。请检查这个文件夹后重新收卷。", folder, error)
                 converter.assignments.pop(str(folder), None)
+        gradebook.enrol(self.coursedir.assignment_id, [Path(folder).parent.name for folder in converter.assignments], self.coursedir)
 
     def from_filename(self, filename: str, resources: dict | None = None, **kwargs: Any) -> tuple[str, dict]:
         if Path(filename).is_relative_to(Path(self.coursedir.root, self.coursedir.autograded_directory)):
@@ -283,39 +280,3 @@ def _finished(folder: Path) -> bool:
         return bool(notebooks) and all("examined" in json.loads(path.read_text(encoding="utf-8"))["metadata"].get("launchlab", {}) for path in notebooks)
     except (ValueError, KeyError, OSError):
         return False
-
-
-class _Turn:
-    """The course's grading lock: one grader at a time. Held as long as an exporter of this process lives.
-
-    A process that goes on after grading, as formgrader's server does, thus lets others have their
-    turn, and lets go of the reference's process and its GPU memory.
-    """
-
-    def __init__(self) -> None:
-        self._descriptor: int | None = None
-        self._holders = 0
-
-    def take(self, holder: IntakeExporter) -> None:
-        """Wait for another process's turn to end, and hold the lock for ``holder``."""
-        if self._descriptor is None:
-            BUILD.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(BUILD / "grading.lock", os.O_RDWR | os.O_CREAT, 0o664)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                holder.log.warning("另一个评分进程正在运行，等它结束……")
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            self._descriptor = descriptor
-        self._holders += 1
-        weakref.finalize(holder, self._leave)
-
-    def _leave(self) -> None:
-        self._holders -= 1
-        if not self._holders:
-            Master.dismiss()
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
-_turn = _Turn()

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from nbgrader.api import Gradebook, MissingEntry
-from nbgrader.coursedir import CourseDirectory
+from nbgrader.api import MissingEntry
 from rich.console import Console
 
-from launchlab.course.release import settings
+from launchlab.course import gradebook
 from launchlab.exam import judge
 from launchlab.exam.show import MARKS, WORDS
 from launchlab.grading import figures
@@ -59,7 +58,11 @@ def main(name: str) -> int:
     if not found:
         console.print(f"还没有 {chapter.name} 的评分结果。请先评分：./grader/launch grade {chapter.number}。")
         return 2
-    titles, by_hand = exercise_titles(chapter), _marks_by_hand(chapter.name)
+    try:
+        titles, by_hand = exercise_titles(chapter), _marks_by_hand(chapter.name)
+    except gradebook.Unreachable as error:
+        console.print(f"✗ {error}", markup=False)
+        return 2
     templates = _templates()
     page, overview = templates.get_template("page.html"), templates.get_template("class.html")
     graded = {}
@@ -91,10 +94,10 @@ def _row(check: dict[str, Any], titles: dict[str, str], by_hand: dict[str, float
 
 def _marks_by_hand(name: str) -> dict[str, dict[str, float]]:
     """student -> id of a test -> the mark that a person gave in formgrader."""
-    coursedir, found = CourseDirectory(config=settings()), {}
-    with Gradebook(coursedir.db_url, coursedir.course_id) as gradebook:
+    found = {}
+    with gradebook.opened() as book:
         try:
-            submissions = gradebook.assignment_submissions(name)
+            submissions = book.assignment_submissions(name)
         except MissingEntry:
             return {}
         for submission in submissions:
