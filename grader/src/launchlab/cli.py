@@ -15,6 +15,7 @@ _EPILOG = """\
   LAUNCHLAB_PYTHON=/path/to/python   不建虚拟环境，直接用这个装好全部包的解释器（没有网络时，或用 conda 时）
   LAUNCHLAB_CUDA=12|13|none          指定安装哪一套 GPU 包，默认由驱动版本决定
   LAUNCHLAB_ROOT=/path/to/repo       课程仓库的位置，默认由程序自己找到
+  LAUNCHLAB_GRADEBOOK=postgresql://… 成绩册放在 PostgreSQL 服务器上，供几位教师同时使用
 
 教师在 grader/ 里可以直接用 nbgrader（先 source .venv/bin/activate），例如 nbgrader autograde 03_cuda_graph_concepts。
 """
@@ -86,8 +87,19 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     doctor = add("doctor", _doctor, "检查这台机器：有什么、缺什么、能运行哪些章节")
     doctor.add_argument("--json", action="store_true", help="输出 JSON，供程序读取")
     add("demo", _demo, "给一个示例班级评分，看看评分器怎样工作")
+    release = add("release", _release, "把一章打包发给学生，并设定截止时间")
+    release.add_argument("chapter", metavar="章节", help="编号或名称")
+    release.add_argument("--due", metavar="时间", help="截止时间，如 '2026-12-07 23:59'（本机的时区）")
+    collect = add("collect", _collect, "收卷：把学习平台导出的 zip（或一个文件夹）变成可以评分的提交")
+    collect.add_argument("chapter", metavar="章节", help="编号或名称")
+    collect.add_argument(
+        "source", metavar="来源", type=Path, help="zip 文件或文件夹：Moodle、Canvas、Blackboard 的导出，或每人一个文件夹"
+    )
+    collect.add_argument("--at", metavar="时间", help="统一的交卷时间，如 '2026-11-30 18:00'；默认用文件自己的时间")
     grade = add("grade", _grade, "给一章的全部提交评分（nbgrader autograde）", "章节 [nbgrader autograde 的选项]")
     grade.add_argument("chapter", metavar="章节", help="编号或名称")
+    waiting = add("open", _open, "列出一章里还没有定分、等教师处理的项目")
+    waiting.add_argument("chapter", metavar="章节", help="编号或名称")
     report = add("report", _report, "把一章的评分结果做成网页：每份提交一页，全班一页")
     report.add_argument("chapter", metavar="章节", help="编号或名称")
     add("site", _site, "把全部章节与录制的输出做成网站（阅读版），没有 GPU、没有网络也能读")
@@ -157,9 +169,30 @@ def _demo(_: argparse.Namespace, __: list[str]) -> int:
     return demo.main()
 
 
+def _release(chosen: argparse.Namespace, _: list[str]) -> int:
+    name = manifest.chapter(chosen.chapter).name
+    from launchlab.grading import handout
+
+    return handout.main(name, chosen.due)
+
+
+def _collect(chosen: argparse.Namespace, _: list[str]) -> int:
+    name = manifest.chapter(chosen.chapter).name
+    from launchlab.grading import collect
+
+    return collect.main(name, chosen.source, chosen.at)
+
+
 def _grade(chosen: argparse.Namespace, rest: list[str]) -> int:
     command = [sys.executable, "-m", "nbgrader", "autograde", manifest.chapter(chosen.chapter).name, *rest]
     return subprocess.call(command, cwd=paths.GRADER)
+
+
+def _open(chosen: argparse.Namespace, _: list[str]) -> int:
+    name = manifest.chapter(chosen.chapter).name
+    from launchlab.grading import open_cases
+
+    return open_cases.main(name)
 
 
 def _report(chosen: argparse.Namespace, _: list[str]) -> int:
