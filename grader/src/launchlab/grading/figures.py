@@ -1,12 +1,22 @@
-"""Pictures of measured speed-ups, as SVG that stands in a page by itself."""
+"""Measured speed-ups, in words, and as pictures: SVG that stands in a page by itself."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from io import StringIO
 from typing import Any
 
 from launchlab.exam import judge
+
+
+def told(record: dict[str, Any]) -> str:
+    """What was measured by one speed-up check (see `speedup`), in words (Chinese)."""
+    rounds = record["attempts"][-1]
+    judged = judge.speedup(rounds, record["at_least"], record["ceiling"])
+    median = statistics.median(judge.ratios(rounds, "baseline", "candidate"))
+    reference = f"参考实现 {judged['best']:.2f} 倍" if math.isfinite(judged["best"]) else "参考实现没有测出来"
+    return f"实测 {median:.2f} 倍（中位数），可信下界 {judged['low']:.2f} 倍；门槛 {judged['bar']:.2f} 倍；{reference}。"
 
 
 def speedup(record: dict[str, Any]) -> str:
@@ -31,6 +41,7 @@ def speedup(record: dict[str, Any]) -> str:
             if math.isfinite(value):
                 axes.axhline(value, linestyle=style, linewidth=1.2, color="#444444", label=f"{label} {value:.2f}")
         axes.set_ylim(bottom=0)
+        axes.set_xlim(0.5, len(rounds) + 0.5)
         axes.set_xlabel("第几对测量")
         axes.set_ylabel("基准用时是它的几倍")
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from launchlab.course import gradebook
 from launchlab.exam.show import WORDS
-from launchlab.grading.pages import exercise_titles
+from launchlab.grading.hints import exercises
 from launchlab.grading.sealed import report_path
 from launchlab.manifest import Chapter
 from launchlab.manifest import chapter as find_chapter
@@ -44,9 +44,9 @@ def main(name: str) -> int:
     table = Table(title=f"{chapter.title}：{len(found)} 项未定", expand=True)
     for heading, ratio in (("学生", 3), ("练习", 4), ("结论", 2), ("原因", 7), ("Formgrader 里的页面", 6)):
         table.add_column(heading, ratio=ratio, overflow="fold")
-    titles = exercise_titles(chapter)
+    known = exercises(chapter)
     for case in found:
-        title = titles.get(case.test, case.test.removeprefix("test_"))
+        title = known[case.test].title if case.test in known else case.test.removeprefix("test_")
         table.add_row(escape(case.student), title, case.verdict, escape(case.reason), case.page)
     console.print(table)
     console.print(
@@ -62,7 +62,7 @@ def cases(book: Gradebook, chapter: Chapter) -> list[Case]:
         submissions = sorted(book.assignment_submissions(chapter.name), key=lambda each: each.student_id)
     except MissingEntry:
         return []
-    order = list(exercise_titles(chapter))
+    order = list(exercises(chapter))
     found = []
     for submission in submissions:
         told = _verdicts(submission.student_id, chapter)

@@ -7,6 +7,7 @@ A learner's page holds verdicts, reasons and measured ratios; no test, and no in
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections import Counter
 from dataclasses import dataclass
@@ -20,35 +21,42 @@ from launchlab.course import gradebook
 from launchlab.exam import judge
 from launchlab.exam.show import MARKS, WORDS
 from launchlab.grading import figures
+from launchlab.grading.hints import Exercise, Hint, exercises
 from launchlab.grading.sealed import reports
-from launchlab.grading.titles import exercise_titles
 from launchlab.manifest import chapter as find_chapter
 from launchlab.paths import short
 
 NEXT = {
     judge.PASSED: "",
-    judge.FAILED: "按上面说的改一改，再用 ./grader/launch check 在自己的机器上评一次。",
+    judge.FAILED: "按上面说的改一改，再用 ./grader/launch check {number} 在自己的机器上评一次。",
     judge.CRASHED: "先在自己的笔记本里从头运行到这一题，看看是哪一行让进程退出的。",
     judge.TIMED_OUT: "看看有没有停不下来的循环，或者等不到的事件。",
     judge.INCONCLUSIVE: "这不是 0 分：教师会复核，或者在机器空闲时再评一次。",
     judge.NEEDS_GPU: "这不是 0 分：要在有 GPU 的机器上再评一次。",
     judge.REFUSED: "这不是 0 分：教师会看这份提交。",
 }
+FIGURES = re.compile(r"（[^（）]*\d[^（）]*）$")  # what was counted and measured: different in each submission, though the reason is the same
 
 
 @dataclass
 class Row:
-    """One test of one submission: ``score`` is the mark in force, None while it is open; ``by_hand``: a person gave it."""
+    """One test of one submission: ``score`` is the mark in force, None while it is open; ``by_hand``: a person gave it;
+    ``state``: "all", "part", "none" or "open"; ``hints``: of the exercise, where not all points were reached."""
 
     id: str
     title: str
     word: str
     reason: str
     advice: str
+    hints: tuple[Hint, ...]
     points: float
     score: float | None
     by_hand: bool
     pictures: list[dict[str, str]]
+
+    @property
+    def state(self) -> str:
+        return "open" if self.score is None else "all" if self.score >= self.points else "part" if self.score else "none"
 
 
 def main(name: str) -> int:
@@ -59,7 +67,7 @@ def main(name: str) -> int:
         console.print(f"还没有 {chapter.name} 的评分结果。请先评分：./grader/launch grade {chapter.number}。")
         return 2
     try:
-        titles, by_hand = exercise_titles(chapter), _marks_by_hand(chapter.name)
+        known, by_hand = exercises(chapter), _marks_by_hand(chapter.name)
     except gradebook.Unreachable as error:
         console.print(f"✗ {error}", markup=False)
         return 2
@@ -69,7 +77,7 @@ def main(name: str) -> int:
     for path in found:
         student = path.parent.name
         report = json.loads(path.read_text(encoding="utf-8"))
-        graded[student] = rows = [_row(check, titles, by_hand.get(student, {})) for check in report["checks"]]
+        graded[student] = rows = [_row(check, chapter, known, by_hand.get(student, {})) for check in report["checks"]]
         path.with_suffix(".html").write_text(page.render(chapter=chapter, student=student, report=report, rows=rows, total=_total(rows)), encoding="utf-8")
     target = found[0].parents[1] / f"{chapter.name}.html"
     totals = {student: _total(rows) for student, rows in graded.items()}
@@ -78,18 +86,21 @@ def main(name: str) -> int:
     return 0
 
 
-def _row(check: dict[str, Any], titles: dict[str, str], by_hand: dict[str, float]) -> Row:
+def _row(check: dict[str, Any], chapter: Chapter, known: dict[str, Exercise], by_hand: dict[str, float]) -> Row:
     given = by_hand.get(check["id"])
-    title = titles.get(check["id"], check["id"].removeprefix("test_"))
-    pictures = [
-        {"svg": figures.speedup(record), "alt": f"{title}：每对测量里，基准用时是它的几倍。{check['reason']}"}
-        for record in check["records"]
-        if record.get("check") == "speedup" and record["attempts"]
-    ]
+    exercise = known.get(check["id"], Exercise(check["id"].removeprefix("test_"), ()))
+    score = check["score"] if given is None else given
+    missed = score is None or score < check["points"]
     return Row(
-        check["id"], title, f"{MARKS.get(check['verdict'], '○')} {WORDS[check['verdict']]}", check["reason"], "" if given is not None else NEXT[check["verdict"]],
-        check["points"], check["score"] if given is None else given, given is not None, pictures,
+        check["id"], exercise.title, f"{MARKS.get(check['verdict'], '○')} {WORDS[check['verdict']]}", check["reason"],
+        NEXT[check["verdict"]].format(number=chapter.number) if given is None else "", exercise.hints if missed else (), check["points"], score, given is not None,
+        [_picture(exercise.title, record) for record in check["records"] if record.get("check") == "speedup" and record["attempts"]],
     )  # fmt: skip
+
+
+def _picture(title: str, record: dict[str, Any]) -> dict[str, str]:
+    told = figures.told(record)
+    return {"svg": figures.speedup(record), "told": told, "alt": f"{title}：每对测量里，基准用时是这份提交和参考实现的几倍。{told}"}
 
 
 def _marks_by_hand(name: str) -> dict[str, dict[str, float]]:
@@ -115,11 +126,11 @@ def _exercises(graded: dict[str, list[Row]]) -> list[dict[str, Any]]:
     found = []
     for rows in zip(*_same_tests(graded), strict=True):
         judged = [row for row in rows if row.score is not None]
-        counts = Counter("all" if row.score >= row.points else "part" if row.score else "none" for row in judged)
+        counts = Counter(row.state for row in rows)
         missed = (counts["part"] + counts["none"]) / len(judged) if judged else 0.0
         mean = statistics.fmean(row.score for row in judged) if judged else None
-        reasons = Counter(row.reason for row in judged if row.score < row.points).most_common(3)
-        found.append({"row": rows[0], "counts": counts, "open": len(rows) - len(judged), "missed": missed, "mean": mean, "reasons": reasons})
+        reasons = Counter(FIGURES.sub("", row.reason) for row in judged if row.score < row.points).most_common(3)
+        found.append({"row": rows[0], "counts": counts, "of": len(rows), "missed": missed, "mean": mean, "reasons": reasons})
     return sorted(found, key=lambda each: -each["missed"])
 
 
