@@ -7,10 +7,11 @@ import sys
 
 import pytest
 from nbgrader.api import Gradebook
+from nbgrader.coursedir import CourseDirectory
 
 from launchlab import paths
 from launchlab.course import build, gradebook
-from launchlab.course.release import CONFIG, ReleaseError
+from launchlab.course.release import CONFIG, ReleaseError, settings
 
 
 @pytest.fixture
@@ -81,6 +82,15 @@ def test_two_at_once(mini):
     with multiprocessing.get_context("fork").Pool(2) as pool:
         changed = pool.map(gradebook.ensure, [mini.name] * 2, chunksize=1)
     assert sorted(changed) == [False, True]
+
+
+def test_enrolling_is_done_once_and_stops_at_no_name(mini, marks):
+    gradebook.ensure(mini.name)
+    coursedir = CourseDirectory(config=settings())
+    for _ in range(2):
+        gradebook.enrol(mini.name, ["alice", "\udcff not UTF-8", "学生 甲"], coursedir)
+    gb = marks()
+    assert {each.student_id: len(each.notebooks[0].grades) for each in gb.assignment_submissions(mini.name)} == {"alice": 3, "学生 甲": 3}
 
 
 def test_unknown_chapter_is_refused(mini):
