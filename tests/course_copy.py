@@ -39,9 +39,9 @@ _party.Party.ask.__kwdefaults__["seconds"] = 5.0
 class Course:
     """A built copy of the mini course under ``root``, and the class that handed in there."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, build: str = "build"):
         self.root = root
-        self.build = root / "build"
+        self.build = root / build
         self.scratch = root / "t"  # a short name: sockets lie in there
 
     @classmethod

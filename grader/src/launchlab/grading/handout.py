@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zipfile
+from datetime import datetime
+from pathlib import Path
 
 from nbgrader.api import Gradebook
 from rich.console import Console
@@ -13,7 +15,6 @@ from launchlab.course.release import ReleaseError, release
 from launchlab.grading import clock
 from launchlab.manifest import Chapter
 from launchlab.manifest import chapter as find_chapter
-from launchlab.paths import short
 
 
 def main(name: str, due: str | None = None) -> int:
@@ -28,11 +29,11 @@ def main(name: str, due: str | None = None) -> int:
     except (clock.Unreadable, ReleaseError, gradebook.Unreachable, OSError) as error:
         console.print(f"✗ {error}", markup=False)
         return 2
-    console.print(f"发给学生的压缩包：{short(target)}。截止时间：{until}。")
+    console.print(f"发给学生的压缩包：{paths.short(target)}\n截止时间：{until}", soft_wrap=True)
     return 0
 
 
-def _due(book: Gradebook, chapter: Chapter, time) -> str:
+def _due(book: Gradebook, chapter: Chapter, time: datetime | None) -> str:
     assignment = book.find_assignment(chapter.name)
     if time:
         assignment.duedate = clock.kept(time)
@@ -40,7 +41,7 @@ def _due(book: Gradebook, chapter: Chapter, time) -> str:
     return clock.shown(clock.told(assignment.duedate)) if assignment.duedate else "没有设定（--due 可以设定）"
 
 
-def _pack(chapter: Chapter):
+def _pack(chapter: Chapter) -> Path:
     target = paths.BUILD / "release" / f"{chapter.name}.zip"
     target.parent.mkdir(parents=True, exist_ok=True)
     made = release(chapter.name, chapter.solution.read_text(encoding="utf-8"), chapter.solution.parent)

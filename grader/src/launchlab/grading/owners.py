@@ -10,11 +10,11 @@ by hand   a folder for each student, or ``张三_03_chapter.ipynb``, or ``03_cha
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import unicodedata
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import takewhile
 from pathlib import PurePosixPath
 
 MOODLE = re.compile(r"(?P<name>.+?)_(?P<key>\d+)_assignsubmission_(?:file|onlinetext)(?:_(?P<file>.*))?")
@@ -121,8 +121,8 @@ def _wrapper(notebooks: list[PurePosixPath]) -> int:
     Where a single student's folders cannot be told from a wrapper, the outermost is taken for the student's.
     """
     folders = {path.parent.parts for path in notebooks}
-    shared = os.path.commonprefix(list(folders))  # of tuples, part by part
-    return 0 if tuple(shared) in folders else len(shared)
+    shared = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, zip(*folders, strict=False)))
+    return 0 if any(len(folder) == shared for folder in folders) else shared
 
 
 def _flat_folders(notebooks: list[PurePosixPath], chapter: str) -> set[PurePosixPath]:
