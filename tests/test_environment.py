@@ -20,7 +20,7 @@ from launchlab.manifest import chapters
 
 PROJECT = tomllib.loads((paths.GRADER / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = PROJECT["project"]["optional-dependencies"]
-LOCKS = {"lock.txt": EXTRAS["site"], "lock-cuda12.txt": EXTRAS["cuda12"], "lock-cuda13.txt": EXTRAS["cuda13"]}
+LOCKS = {"lock.txt": [*EXTRAS["postgresql"], *EXTRAS["site"]], "lock-cuda12.txt": EXTRAS["cuda12"], "lock-cuda13.txt": EXTRAS["cuda13"]}
 ENVIRONMENT = paths.ROOT / "environment.yml"
 EVERY = "every chapter"
 
