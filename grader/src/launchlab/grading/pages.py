@@ -23,6 +23,7 @@ from launchlab.exam.show import MARKS, WORDS
 from launchlab.grading import figures
 from launchlab.grading.hints import Exercise, Hint, exercises
 from launchlab.grading.sealed import reports
+from launchlab.manifest import Chapter
 from launchlab.manifest import chapter as find_chapter
 from launchlab.paths import short
 
