@@ -2,14 +2,10 @@
 
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 
+import lab_server
 import pytest
 
 from launchlab import paths
@@ -19,35 +15,8 @@ from launchlab import paths
 def server(tmp_path_factory):
     """(fetch, home): a function from a path below the server to (status, body), and the home folder that it was given."""
     home = tmp_path_factory.mktemp("home")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("JUPYTER")}
-    command = [sys.executable, "-m", "launchlab", "lab", "--no-browser", f"--port={port}", "--IdentityProvider.token=t"]
-    process = subprocess.Popen(command, env={**kept, "HOME": str(home)}, start_new_session=True)
-
-    def fetch(path: str) -> tuple[int, bytes]:
-        request = urllib.request.Request(f"http://127.0.0.1:{port}/{path}", headers={"Authorization": "token t"})
-        try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
-                return answer.status, answer.read()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read()
-
-    try:
-        for _ in range(240):
-            try:
-                fetch("api/status")
-                break
-            except urllib.error.URLError:
-                assert process.poll() is None, "JupyterLab ended"
-                time.sleep(0.25)
-        yield fetch, home
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+    with lab_server.running([sys.executable, "-m", "launchlab", "lab"], home) as lab:
+        yield lab.fetch, home
 
 
 def _settings(fetch, plugin: str, name: str):
@@ -61,6 +30,7 @@ def test_defaults_of_the_course_are_in_force(server):
     assert _settings(fetch, "@jupyterlab/translation-extension:plugin", "locale") == "zh_CN"
     assert _settings(fetch, "@jupyterlab/notebook-extension:tracker", "recordTiming") is True
     assert _settings(fetch, "@jupyterlab/apputils-extension:notification", "fetchNews") == "false"
+    assert _settings(fetch, "jupyterlab-execute-time:settings", "enabled") is True
 
 
 def test_chinese_is_installed(server):

@@ -328,5 +328,7 @@ def test_a_test_cell_that_could_not_run_stays_failed():
     client = NotebookClient(nb, timeout=60, kernel_name="python3", allow_errors=True)
     client.on_cell_executed = lambda cell, cell_index, execute_reply: replies.append(execute_reply["content"]["status"])
     client.execute()
-    assert "需要 GPU" in printed(nb.cells[2])
+    (error,) = nb.cells[2].outputs
+    assert error.output_type == "error"
+    assert "需要 GPU" in error.traceback[0] and len(error.traceback) == 1
     assert replies == ["ok", "ok", "error"]

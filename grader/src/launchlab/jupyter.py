@@ -18,15 +18,21 @@ def main(arguments: list[str]) -> int:
 
 def _options() -> list[str]:
     # The root is the repository and not course/: formgrader works only where the whole course lies below the root.
-    options = [f"--ServerApp.root_dir={paths.ROOT}", f"--FileContentsManager.preferred_dir={paths.COURSE.name}"]
+    # No login shell in terminals, where Jupyter would start one: it sets PATH anew, and `launch` would not be found.
+    shell = {"shell_command": [os.environ.get("SHELL") or "sh"]}
+    options = [f"--ServerApp.root_dir={paths.ROOT}", f"--FileContentsManager.preferred_dir={paths.COURSE.name}", f"--ServerApp.terminado_settings={shell}"]
     return [*options, "--allow-root"] if os.geteuid() == 0 else options
 
 
 def _environment() -> dict[str, str]:
-    """Defaults come from grader/jupyter, below the user's own settings; open tabs are remembered for this course alone."""
+    """Defaults come from grader/jupyter, below the user's own settings; open tabs are remembered for this course alone.
+
+    A terminal opens in whatever folder the file browser shows: there `launch check 3` works, from any folder.
+    """
     ours, theirs = paths.GRADER / "jupyter", os.environ.get("JUPYTER_CONFIG_PATH")
     return {
         **os.environ,
+        "PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), str(paths.GRADER)]),
         "JUPYTER_CONFIG_PATH": os.pathsep.join([str(ours), *([theirs] if theirs else [])]),
         "JUPYTERLAB_WORKSPACES_DIR": str(paths.BUILD / "workspaces"),
     }
