@@ -8,7 +8,7 @@ import pytest
 from launchlab import cli, paths, readme
 
 CONFIG = paths.GRADER / "nbgrader_config.py"
-COMMANDS = ("lab", "check", "status", "restore", "doctor", "demo", "grade", "report", "build", "record", "bench", "test", "site", "release", "collect", "open")
+COMMANDS = ("lab", "check", "status", "restore", "doctor", "demo", "grade", "report", "build", "new", "record", "bench", "test", "site", "release", "collect", "open")
 
 
 def launchlab(*arguments: str) -> subprocess.CompletedProcess:

@@ -106,6 +106,21 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     build = add("build", _build, "由源文件生成解答、发布版、README 的章节表与 PLATFORMS.md 的支持表")
     build.add_argument("chapters", metavar="章节", nargs="*", help="编号或名称，默认是全部已完成的章节")
     build.add_argument("--check", action="store_true", help="只检查，不写文件；有出入时退出码为 1")
+    new = add("new", _new, "新建一章、一道练习或一项检查的骨架")
+    kinds = new.add_subparsers(title="种类", metavar="种类", dest="what", required=True)
+    made = {
+        "chapter": ("一章，排在最后", {"slug": "英文短名，如 green_contexts", "title": "中文标题"}),
+        "exercise": ("一道练习，放在小结之前", {"chapter": "章节的编号或名称", "name": "函数名"}),
+        "check": ("给一道练习再加一项检查", {"chapter": "章节的编号或名称", "name": "练习的函数名", "test": "检查的名字"}),
+    }
+    for what, (text, arguments) in made.items():
+        kind = kinds.add_parser(what, help=text, description=text)
+        for name, help_text in arguments.items():
+            kind.add_argument(name, metavar={"slug": "短名", "title": "标题", "chapter": "章节", "name": "练习", "test": "检查"}[name], help=help_text)
+        if what == "chapter":
+            kind.add_argument("--module", metavar="模块", required=True, help="chapters.toml 里的模块，如 tuning")
+        else:
+            kind.add_argument("--kind", metavar="种类", default="answer", help="answer、structure 或 speedup，默认 answer")
     record = add("record", _record, "在真实 GPU 上录制章节的输出与回执（receipt）")
     record.add_argument("chapters", metavar="章节", nargs="+", help="编号或名称")
     bench = add("bench", _bench, "在 GPU 上测量：逐次入队与 CUDA 图，真实的引擎；写出 JSON、图表和 README 里的表")
@@ -214,6 +229,18 @@ def _build(chosen: argparse.Namespace, _: list[str]) -> int:
     from launchlab.course import build
 
     return build.main(names, chosen.check) | readme.main(chosen.check) | platforms.main(chosen.check)
+
+
+def _new(chosen: argparse.Namespace, _: list[str]) -> int:
+    from launchlab.course import scaffold
+
+    match chosen.what:
+        case "chapter":
+            return scaffold.chapter(chosen.slug, chosen.title, chosen.module)
+        case "exercise":
+            return scaffold.exercise(chosen.chapter, chosen.name, chosen.kind)
+        case _:
+            return scaffold.check(chosen.chapter, chosen.name, chosen.test, chosen.kind)
 
 
 def _record(chosen: argparse.Namespace, _: list[str]) -> int:

@@ -11,7 +11,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from launchlab import paths
-from launchlab.course import receipt, rules, source
+from launchlab.course import receipt, rules, selfcheck, source
 from launchlab.course.alt import alts
 from launchlab.course.release import ReleaseError, release
 from launchlab.course.restore import KEPT
@@ -70,9 +70,9 @@ def differences(chapter: Chapter, built: Built) -> list[str]:
 
 
 def main(names: Iterable[str], check: bool) -> int:
-    """Build the named chapters, or all that are ready. With ``check``: write nothing, name what differs.
+    """Build the named chapters, or all that are ready. With ``check``: write nothing, name what differs and what is unfinished.
 
-    Returns 0, or 1 if a chapter cannot be built or, with ``check``, differs.
+    Returns 0, or 1 if a chapter cannot be built or, with ``check``, there is anything to name.
     """
     chosen = [chapter(name) for name in names] or [each for each in chapters() if each.ready]
     failed = 0
@@ -84,14 +84,17 @@ def main(names: Iterable[str], check: bool) -> int:
             print(f"✗ {each.name}\n  " + str(error).replace("\n", "\n  "))
             continue
         if check:
-            changed = differences(each, built)
+            changed = [*differences(each, built), *selfcheck.problems(each, built.solution)]
             failed += bool(changed)
         else:
             changed = [f"{_shown(path)}：已写" for path in write(each, built)]
             changed += [f"{_shown(path)}：不属于发布版，请删除" for path in _extra(each, built)]
         print("\n  ".join([f"{'✗' if check and changed else '✓'} {each.name}", *changed]))
+    for problem in selfcheck.unlisted() if check else []:
+        failed += 1
+        print(f"✗ {problem}")
     if failed:
-        print("运行 launchlab build 重新生成，再提交。" if check else f"{failed} 章没有生成。")
+        print("照上面说的改好；与源文件不一致的，运行 launchlab build 重新生成。" if check else f"{failed} 章没有生成。")
     return 1 if failed else 0
 
 
