@@ -17,7 +17,7 @@ ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 
 
 def pages(root: Path) -> list[Path]:
-    """The pages that git knows of, or would."""
+    """The pages that git knows of, or would; not the site's templates, whose links are those of the pages made from them."""
     told = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "*.md", "*.ipynb"],
         cwd=root,
@@ -25,7 +25,9 @@ def pages(root: Path) -> list[Path]:
         text=True,
         check=True,
     )
-    return sorted(path for name in told.stdout.splitlines() if (path := root / name).is_file())
+    return sorted(
+        path for name in told.stdout.splitlines() if (path := root / name).is_file() and "templates" not in path.parts
+    )
 
 
 def texts(path: Path) -> list[str]:
