@@ -58,7 +58,18 @@ def test_recording_and_tampering(recorded):
     assert any("输出不是录制时的" in problem for problem in receipt.problems(recorded, genuine))
     assert not any(cell.get("outputs") for cell in build.build(recorded).solution.cells)
     recorded.solution.write_bytes(kept)
-    # ... nor any once a data file or the source has changed.
+    # ... while a mended sentence measures nothing anew ...
+    text = recorded.source.read_text(encoding="utf-8")
+    prose = re.search(r"^# (?!%%)\S.*$", text[text.index("[markdown]") :], re.MULTILINE)[0]
+    recorded.source.write_text(text.replace(prose, prose + "（改了一句）", 1), encoding="utf-8")
+    assert receipt.problems(recorded, genuine) == []
+    built = build.build(recorded).solution
+    assert "（改了一句）" in "".join(cell.source for cell in built.cells) and any(cell.get("outputs") for cell in built.cells)
+    # ... and none are kept once the code or a data file has changed.
+    recorded.source.write_text(text.replace("return launch_us + (n - 1)", "return launch_us + n - 1"), encoding="utf-8")
+    assert any("需要重新录制" in problem for problem in receipt.problems(recorded, genuine))
+    recorded.source.write_text(text, encoding="utf-8")
+    assert receipt.problems(recorded, genuine) == []
     data = recorded.source.with_name("samples.csv")
     data.write_text(data.read_text() + "1000,5005.0\n")
     assert any("需要重新录制" in problem for problem in receipt.problems(recorded, genuine))
@@ -104,7 +115,9 @@ def test_exercise_that_passes_unsolved_leaves_no_receipt(mini, monkeypatch, caps
     assert record.main([mini.name]) == 1
     assert "test_longest_path：没有作答的发布版得了 3.0 分" in capsys.readouterr().out
     assert not mini.receipt.exists()
-    assert build.main([mini.name], check=True) == 0
+    assert build.main([mini.name], check=True) == 1
+    told = capsys.readouterr().out
+    assert "test_longest_path：没有作答的发布版就通过了" in told and "ipynb：与源文件不一致" not in told
     assert list((paths.BUILD / "rejected").glob("*.json"))
 
 

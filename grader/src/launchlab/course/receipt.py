@@ -113,7 +113,7 @@ def _problems(chapter: Chapter, receipt: dict) -> list[str]:
     if receipt["chapter"] != chapter.name:
         found.append(f"是另一章的回执：{receipt['chapter']}")
     if receipt["source_sha256"] != source.sha256(chapter.source.parent):
-        found.append("源文件或数据在录制之后改过，需要重新录制（launchlab record）")
+        found.append("代码或数据在录制之后改过，需要重新录制（launchlab record）")
     elif receipt["outputs_sha256"] != outputs_sha256(nb):
         found.append("解答笔记本里的输出不是录制时的输出")
     if receipt.get("figures", {}) != figures(nb):  # receipts of chapters that keep none may lack them
