@@ -593,7 +593,8 @@ lab.say(lab.table(("长度", "y"), rows), measured=False)
 # **病因**：`mask` 只写了前 `n` 行，后面还留着上一个请求的 1；那些行的 `x` 也还是别人的。
 #
 # **治法**：每次重放之前，填充的行**全部**写上中性的值，一直写到桶的最后一行。中性的值是什么要看网络：
-# 这里一行零经过“折回”就不再是零，所以只把 `x` 填零是不够的；而别人的行里万一有 NaN，$0 \times \mathrm{NaN}$ 还是 NaN，只清 `mask` 也不够。
+# 这里一行零经过“折回”就不再是零，所以只把 `x` 填零是不够的；而别人的行里万一有 NaN，$0 \times \mathrm{NaN}$ 还是 NaN，只清 `mask` 也不够
+# （NaN 经过 ReLU 还在不在，各种实现不一样，别指望它）。
 
 # %% [markdown]
 # ### 三号：快得离谱
@@ -636,7 +637,8 @@ for number in (1, 2):
 lab.say(lab.table(("时刻", "y"), rows) + f"\n\n图里的内核：**{kernel_nodes(patient.graph)}** 个。", measured=False)
 
 # %% [markdown]
-# **症状**：还没启动，`y` 已经有了；以后换数据，`y` 再也不变。启动次数、返回码全都正常。
+# **症状**：以后换数据，`y` 再也不变。启动次数、返回码全都正常。第一行的“对”不算证据：预热那一次就已经把 `y` 写好了，
+# 健康的程序也是这样；它只是让人放了心。
 #
 # **病因**：`lane` 在捕获，可是 `enqueue` 默认入队到 `stream`。那次推理当场就真的执行了，`lane` 上什么也没有录到。
 # 图是空的，启动一张空图当然快。插件（plugin）不用传给它的流、或者当前流没有切换，都会落到同一个结果。
@@ -1138,7 +1140,9 @@ lab.say(
 # %% [markdown]
 # **症状**：超过某个长度的请求，`y` 不是答案。Python 没有抛任何异常；TensorRT 的日志里倒是写得明明白白，如果有人看的话。
 #
-# **病因**：TensorRT 用**返回值**说“不”。0 号 Profile 最长 64，`set_input_shape` 返回 `False`，程序当没听见，继续往下走。
+# **病因**：TensorRT 用**返回值**说“不”。这个上下文用的是 0 号 Profile，最长 64。谁来拒绝 65 行，看日志那一句的开头：
+# 有的版本里 `set_input_shape` 当场就返回 `False`；TensorRT 10.6 的 `set_input_shape` 只问“有没有**哪一个** Profile 装得下”，1 号装得下，它就收下，
+# 到了 `execute_async_v3`（日志里叫 `enqueueV3`）才返回 `False`。这个程序两处都没听，所以只查其中一处也不够。
 # 更可惜的是：65 行其实这个引擎会算，只是要用 1 号 Profile。
 #
 # **治法**：入队之前自己查范围，选一个装得下的 Profile；一个也装不下，当场抛出清楚的错误，什么也不入队，下一个请求照常。
@@ -2338,18 +2342,18 @@ check.equal([student.suspects(case) for case in ward], [truth(case) for case in 
 # %% [markdown] tags=["instructor"]
 # 给教师：十个程序对应的现场记录，以及故障靠什么必然出现：
 #
-# | 号 | 记录的行 | 现场 | 凭什么必然 |
-# |:--|:--|:--|:--|
-# | 1 | E3、E7 | onnxruntime#20050，imp#1648 | 输出涂毒；图里写死的地址 |
-# | 2 | L1 | sglang PR 24401，rvllm PR 32 | 先长后短；掩码留着 1 |
-# | 3 | J8、J6 | pytorch#87894 | 节点数为 0；换数据 |
-# | 4 | F2、F3 | tiny-cuda-nn#206，llama.cpp PR 7302 | 减半次数变，节点数变，返回 910 |
-# | 5 | I1、I2 | TensorRT#2215、#4011 | 返回值 False |
-# | 6 | C12、K2 | StreamDiffusion PR 51，cupy#6104 | 写数据前空转几十毫秒 |
-# | 7 | K1、I10 | TensorRT#1300、#846 | start、start、go、go 的次序 |
-# | 8 | J7、J12 | pytorch/TensorRT PR 2881、3276 | 捕获次数 |
-# | 9 | J4、B7 | TensorRT#3011 | 捕获里同步，三种模式都是 900 |
-# | 10 | I11、K1 | TensorRT#3501 | 上下文个数 |
+# | 号 | 现场 | 凭什么必然 |
+# |:--|:--|:--|
+# | 1 | onnxruntime#20050，imp#1648 | 输出涂毒；图里写死的地址 |
+# | 2 | sglang PR 24401，rvllm PR 32 | 先长后短；掩码留着 1 |
+# | 3 | pytorch#87894 | 节点数为 0；换数据 |
+# | 4 | tiny-cuda-nn#206，llama.cpp PR 7302 | 减半次数变，节点数变，返回 910 |
+# | 5 | TensorRT#2215、#4011 | 返回值 False：`set_input_shape` 的，或 `execute_async_v3` 的（10.6 是后者） |
+# | 6 | StreamDiffusion PR 51，cupy#6104 | 写数据前空转几十毫秒 |
+# | 7 | TensorRT#1300、#846 | start、start、go、go 的次序 |
+# | 8 | pytorch/TensorRT PR 2881、3276 | 捕获次数 |
+# | 9 | TensorRT#3011 | 捕获里同步，三种模式都是 900 |
+# | 10 | TensorRT#3501 | 上下文个数 |
 #
 # 测试用的仪器（`INSTRUMENTS`）取自参考进程，学习者改不到；它留住真的上下文，所以“在跑的时候被扔掉”只记一笔，不会让进程崩溃。
 
