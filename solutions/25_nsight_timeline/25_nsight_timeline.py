@@ -293,7 +293,7 @@ def compare(upper, lower, number=2, where=ABOUT["gpu"]):
 compare(("eager：逐次入队", opened("eager")), ("graph：一次图启动", opened("graph")))
 
 # %% [markdown]
-# 橙色是 CPU 在调用 CUDA，浅色是在等；蓝色是内核，绿色是拷贝。上图里 CPU 和 GPU 交替前进，蓝色的条之间有缝，
+# 中间一行的条是 CPU 在调用 CUDA，最淡的是在等；最下面一行是内核，请求头尾的两小段是拷贝。上图里 CPU 和 GPU 交替前进，最下面一行的条之间有缝，
 # 那是 GPU 做完了手上的，下一个还没有交来；下图里所有内核由一次启动交出去。
 #
 # 图好看，但肉眼会骗人：条与条之间的缝，放大了才看得见。下面让查询来量。
