@@ -23,7 +23,7 @@ def measured(chapter):
 
 
 def speedups(chapter):
-    return [record for check in measured(chapter) for record in check["records"] if record["check"] == "speedup"]
+    return [record for check in measured(chapter) for record in check["records"] if record["check"] in ("speedup", "faster")]
 
 
 def titles(chapter):
@@ -146,7 +146,7 @@ def test_no_page_gives_a_hidden_test_a_solution_or_an_input_away(graded, chapter
 
 def planted(record):
     """A record with a mark in place of each value that is no measured time."""
-    if record["check"] == "speedup":
+    if record["check"] in ("speedup", "faster"):
         return record | {"start": [SECRET], "draw": "LEAK"}
     return {key: value if key == "check" else "LEAK" if isinstance(value, str) else [SECRET, "LEAK"] for key, value in record.items()}
 

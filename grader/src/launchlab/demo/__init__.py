@@ -82,8 +82,8 @@ def recorded(target: Chapter) -> dict[str, str]:
             continue
         found = f"参考解答的录制结果（{proof['gpu']}，{proof['recorded_at'][:10]}）：{check['score']:g}/{check['points']:g} 分"
         for record in check["records"]:
-            if record["check"] == "speedup":
-                result = judge.speedup(record["attempts"][-1], record["at_least"], record["ceiling"])
+            if measured := judge.measured(record):
+                result = measured[1]
                 found += f"，加速的可信下界 {result['low']:.1f} 倍，门槛 {result['bar']:.1f} 倍"
         texts[check["id"]] = found
     return texts

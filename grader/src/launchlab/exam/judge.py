@@ -116,6 +116,27 @@ def _decide(low: float, high: float, best: float, against_best: float, at_least:
     return result | {"verdict": PASSED if sure else FAILED, "credit": sure, "why": "measured"}
 
 
+def measured(record: dict) -> tuple[dict[str, list[float]], dict[str, Any]] | None:
+    """What the record of a check holds of a measured speed-up; None if it is of another kind, or was not measured to the end.
+
+    Returns how many times as long as it the baseline took, pair by pair, for "candidate" and "best", and what `speedup` or
+    `faster` says of that.
+    """
+    match record.get("check"):
+        case "speedup" if record["attempts"]:
+            rounds = record["attempts"][-1]
+            found = {name: ratios(rounds, "baseline", name) for name in ("candidate", "best")}
+            return found, speedup(rounds, record["at_least"], record["ceiling"])
+        case "faster":
+            seconds = record["seconds"]
+            found = {
+                name: [over / under for over, under in zip(seconds["baseline"], seconds[name], strict=True)]
+                for name in ("candidate", "best")
+            }
+            return found, faster(seconds, record["at_least"])
+    return None
+
+
 def counted(found: int, wanted: int | Sequence[int | None]) -> bool:
     """Whether a number of nodes is the one ``wanted``, or lies in (least, most), where a most of None is no limit."""
     if isinstance(wanted, int):

@@ -101,14 +101,14 @@ def _run(told: dict[str, Any]) -> Run:
 
 def _ratio(check: dict[str, Any]) -> float | None:
     """The speed-up that a test measured, or None: of work that was found wrong, or in noise, no figure is kept."""
-    measured = [record for record in check["records"] if record.get("check") == "speedup" and _sound(record)]
-    too_slow = check["verdict"] == judge.FAILED and check["records"] and check["records"][-1] in measured
-    if not measured or not (check["verdict"] == judge.PASSED or too_slow):
+    sound = [record for record in check["records"] if _is_sound(record)]
+    too_slow = check["verdict"] == judge.FAILED and check["records"] and check["records"][-1] in sound
+    if not sound or not (check["verdict"] == judge.PASSED or too_slow):
         return None
-    return min(statistics.median(judge.ratios(record["attempts"][-1], "baseline", "candidate")) for record in measured)
+    return min(statistics.median(judge.measured(record)[0]["candidate"]) for record in sound)
 
 
-def _sound(record: dict[str, Any]) -> bool:
-    if record["states_differ"] or not record["attempts"]:
-        return False
-    return judge.speedup(record["attempts"][-1], record["at_least"], record["ceiling"])["why"] == "measured"
+def _is_sound(record: dict[str, Any]) -> bool:
+    """Whether a record is of a speed-up that was measured, of work that was done."""
+    found = None if record.get("states_differ") else judge.measured(record)
+    return found is not None and found[1]["why"] == "measured"

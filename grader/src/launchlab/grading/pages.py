@@ -95,7 +95,7 @@ def _row(check: dict[str, Any], chapter: Chapter, known: dict[str, Exercise], by
     return Row(
         check["id"], exercise.title, f"{MARKS.get(check['verdict'], '○')} {WORDS[check['verdict']]}", check["reason"],
         NEXT[check["verdict"]].format(number=chapter.number) if given is None else "", exercise.hints if missed else (), check["points"], score, given is not None,
-        [_picture(exercise.title, record) for record in check["records"] if record.get("check") == "speedup" and record["attempts"]],
+        [_picture(exercise.title, record) for record in check["records"] if judge.measured(record)],
     )  # fmt: skip
 
 

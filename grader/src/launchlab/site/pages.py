@@ -111,8 +111,8 @@ def _verdict(check: dict[str, Any]) -> str:
     """What the exam that was recorded said of a test, in place of what its hidden part printed."""
     text = f"录制时的封闭考试：**{WORDS[check['verdict']]}**，{check['score']:g} / {check['points']:g} 分。"
     for record in check["records"]:
-        if record["check"] == "speedup":
-            judged = judge.speedup(record["attempts"][-1], record["at_least"], record["ceiling"])
+        if measured := judge.measured(record):
+            judged = measured[1]
             text += f"加速比的可信下界 {judged['low']:.2f} 倍，门槛 {judged['bar']:.2f} 倍。"
     return f"{text}\n\n<small>这道测试还有隐藏的部分，不在这里显示。</small>"
 
