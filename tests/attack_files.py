@@ -4,8 +4,9 @@ A file begins with comments: what it attacks, ``loses:`` the exercises it must g
 (``nothing``, where full marks are due), ``opens:`` exercises that must at least get no points
 (left to a person, where the examiner cannot tell whose doing it was), ``says:`` what the reason
 must tell, ``fools: open`` where the same trick beats tests that share the learner's process,
-``keeps:`` exercises that are to keep full marks where not all are examined. Cells follow, each after
-``# %%`` and its place:
+``keeps:`` exercises that are to keep full marks where not all are examined. ``chapter:`` whose
+notebook it is and ``tests:`` which of its tests are asked (all, without), where it is not the
+chapter that the folder is for. Cells follow, each after ``# %%`` and its place:
 
     # %% first                  a cell before all others
     # %% solution="advance"     in place of that exercise's answer
@@ -40,6 +41,8 @@ class Attack:
     fools: str = ""
     opens: tuple[str, ...] = ()
     keeps: tuple[str, ...] = ()
+    chapter: str = ""
+    tests: tuple[str, ...] = ()
     cells: list[tuple[str, str, str]] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
 
@@ -60,15 +63,15 @@ def parse(path: Path) -> Attack:
             parts.append((match[1], match[2] or "", []))
         elif parts:
             parts[-1][2].append(line)
-        elif match := re.match(r"^# (loses|opens|keeps|says|fools): (.*)$", line):
+        elif match := re.match(r"^# (loses|opens|keeps|says|fools|chapter|tests): (.*)$", line):
             headings[match[1]] = match[2]
         elif line.startswith("# "):
             about.append(line[2:])
-    lists = (
-        tuple(name for name in headings.pop(key, "nothing").split(", ") if name != "nothing") for key in ("loses", "opens", "keeps")
-    )
-    loses, opens, keeps = lists
-    attack = Attack(path.stem, " ".join(about), loses, opens=opens, keeps=keeps, **headings)
+    lists = {
+        key: tuple(name for name in headings.pop(key, "nothing").split(", ") if name != "nothing")
+        for key in ("loses", "opens", "keeps", "tests")
+    }
+    attack = Attack(path.stem, " ".join(about), **lists, **headings)
     for place, name, lines in parts:
         code = "\n".join(lines).strip("\n")
         if place == "file":

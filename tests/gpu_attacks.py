@@ -1,25 +1,33 @@
-"""Examine every cheat and must-keep case of tests/attacks_gpu against chapter 3, on a real GPU.
+"""Examine every cheat and must-keep case of tests/attacks_gpu against the chapter it is for, on a real GPU.
 
-usage: PYTHONPATH=grader/src python3 tests/gpu_attacks.py OUT.json [--seconds 270] [NAME …]
+usage: PYTHONPATH=grader/src python3 tests/gpu_attacks.py OUT.json [--seconds 270] [--one-by-one] [NAME …]
 
-OUT.json holds a record for each: verdicts, reasons and seconds, and whether all is as it is due.
-Exit code 0 if it is, 1 if not, 3 without a GPU. Written anew after each case, so that a run cut
-short leaves what it had.
+Cases in which nothing is timed run first, in several processes side by side; then those with a speed-up, one after the
+other, so that nobody disturbs a measurement. OUT.json holds a record for each: verdicts, reasons and seconds, what
+was left running or lying when it was over, and whether all is as it is due. Exit code 0 if it is, 1 if not, 3 without a
+GPU. Written anew after each case, so that a run cut short leaves what it had.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
+import queue
 import sys
+import tempfile
 import time
+import traceback
+from functools import cache
 from pathlib import Path
 
 import attack_files
 import nbformat
 
 from launchlab.device import gpu
-from launchlab.exam.examine import examine
+from launchlab.exam import sandbox
+from launchlab.exam.examine import Master, examine, lacking
 from launchlab.grading.intake import graft
 from launchlab.manifest import Chapter, chapter
 
@@ -27,15 +35,37 @@ FOLDER = Path(__file__).parent / "attacks_gpu"
 CHAPTER = "03_cuda_graph_concepts"
 CLOSED = ("failed", "crashed", "timed out")
 SLOW = "test_make_replayer_speed"
+GROUP = 4  # cases of one chapter that a process examines one after the other
+KEPT = ("id", "verdict", "score", "points", "reason", "seconds")
 
 
-def notebook(attack: attack_files.Attack, which: Chapter) -> nbformat.NotebookNode:
-    """The submission of one attack as intake makes it. Who is after the first exercise alone is not timed."""
-    solution, release = (nbformat.read(path, as_version=4) for path in (which.solution, which.release))
+@cache
+def notebooks(name: str) -> tuple[nbformat.NotebookNode, nbformat.NotebookNode]:
+    """The solution and the release of a chapter."""
+    which = chapter(name)
+    return nbformat.read(which.solution, as_version=4), nbformat.read(which.release, as_version=4)
+
+
+def chapter_of(attack: attack_files.Attack) -> Chapter:
+    return chapter(attack.chapter or CHAPTER)
+
+
+def kinds_asked(attack: attack_files.Attack) -> dict[str, str]:
+    """The tests that are asked, by id, and their kinds. Who is after chapter 3's first exercise alone is not timed."""
+    _, release = notebooks(chapter_of(attack).name)
+    kinds = {cell.metadata.nbgrader.grade_id: cell.metadata.launchlab.kind for cell in release.cells if cell.metadata.get("nbgrader", {}).get("grade")}
+    if attack.tests:
+        return {f"test_{name}": kinds[f"test_{name}"] for name in attack.tests}
+    return {name: kind for name, kind in kinds.items() if attack.loses != ("capture_chain",) or name != SLOW}
+
+
+def notebook(attack: attack_files.Attack) -> nbformat.NotebookNode:
+    """The submission of one attack as intake makes it, with the tests that are asked."""
+    solution, release = notebooks(chapter_of(attack).name)
     handed_in = attack_files.submission(attack, solution, release)
     nb, _ = graft(json.dumps(handed_in).encode(), release)
-    if attack.loses == ("capture_chain",):
-        nb.cells = [cell for cell in nb.cells if cell.metadata.get("nbgrader", {}).get("grade_id") != SLOW]
+    asked = kinds_asked(attack)
+    nb.cells = [cell for cell in nb.cells if not cell.metadata.get("nbgrader", {}).get("grade") or cell.metadata.nbgrader.grade_id in asked]
     return nb
 
 
@@ -54,36 +84,142 @@ def as_due(attack: attack_files.Attack, checks: list[dict]) -> bool:
     return attack.says in told
 
 
+def case(attack: attack_files.Attack) -> dict:
+    """Examine one attack; its record."""
+    which = chapter_of(attack)
+    head = {"name": attack.name, "about": attack.about, "chapter": which.name, "loses": attack.loses, "opens": attack.opens}
+    try:
+        report = examine(notebook(attack), which).to_json()
+    except Exception:  # noqa: BLE001 - the examiner must not fall: if it does, that is what is found, and the others go on
+        return head | {"as_due": False, "seconds": 0.0, "checks": [], "examiner_failed": traceback.format_exc()[-2000:]}
+    checks = [{key: check[key] for key in KEPT} for check in report["checks"]]
+    for check, full in zip(checks, report["checks"], strict=True):
+        if full["kind"] == "speedup":
+            check["attempts"] = [len(r["attempts"]) for r in full["records"] if r["check"] == "speedup"]
+    left = left_behind()
+    due = as_due(attack, checks) and len(checks) > 0 and not left
+    return head | {"as_due": due, "seconds": report["seconds"], "checks": checks, "left_behind": left}
+
+
+def left_behind() -> list[str]:
+    """Folders and processes of exams of this process that are still there a moment later, those of the reference apart."""
+    until = time.monotonic() + 3
+    while (found := remains()) and time.monotonic() < until:
+        time.sleep(0.05)
+    return found
+
+
+def remains() -> list[str]:
+    mark = f"ll-{os.getpid()}-"
+    kept = {master.reference.process.kernel.folder.name for master in Master._known.values() if master.reference.process.kernel}
+    found = [path.name for path in Path(tempfile.gettempdir()).glob(f"{mark}*") if path.name not in kept]
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            told = b" ".join((process / name).read_bytes() for name in ("cmdline", "environ")).replace(b"\0", b" ").decode(errors="replace")
+            running = (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except OSError:  # gone, or another user's
+            continue
+        if running and mark in told and not any(name in told for name in kept):
+            found.append(f"{process.name}: {told[:200]}")
+    return found
+
+
+def work(names: list[str], results: multiprocessing.Queue) -> None:
+    """A worker: examine the attacks named, one after the other, and put their records into ``results``."""
+    try:
+        for attack in attack_files.load(FOLDER):
+            if attack.name in names:
+                results.put(case(attack))
+    finally:
+        Master.dismiss()
+
+
+def groups(attacks: list[attack_files.Attack]) -> list[list[str]]:
+    """Lists of at most `GROUP` names, each of one chapter, whose reference is then started once a list."""
+    found = []
+    for name in sorted({chapter_of(attack).name for attack in attacks}):
+        names = [attack.name for attack in attacks if chapter_of(attack).name == name]
+        found += [names[start : start + GROUP] for start in range(0, len(names), GROUP)]
+    return found
+
+
+class Run:
+    """One run: the record, and the file that it is written to after each case."""
+
+    def __init__(self, out: Path, attacks: list[attack_files.Attack], seconds: float):
+        self.out, self.until, self.began = out, time.monotonic() + seconds, time.monotonic()
+        self.scratch = tempfile.TemporaryDirectory(prefix="attacks-")
+        sandboxed = "bubblewrap" if sandbox.works() else "none"
+        self.record = {"gpu": gpu().name, "driver": gpu().driver, "sandbox": sandboxed, "cases": [], "not_reached": [attack.name for attack in attacks]}
+
+    def over(self) -> bool:
+        return time.monotonic() > self.until
+
+    def take(self, found: dict) -> None:
+        """Add a case to the record, write it, and say so in a line."""
+        self.record["cases"].append(found)
+        self.record["cases"].sort(key=lambda each: each["name"])
+        self.record["not_reached"].remove(found["name"])
+        self.record["seconds"] = round(time.monotonic() - self.began, 1)
+        self.out.write_text(json.dumps(self.record, ensure_ascii=False, indent=1), encoding="utf-8")
+        words = "; ".join(f"{check['id'][5:]} {check['verdict']}" for check in found["checks"] if check["verdict"] != "passed")
+        words = found.get("examiner_failed") or words or "all passed"
+        left = f", left behind: {found['left_behind']}" if found.get("left_behind") else ""
+        print(f"{self.record['seconds']:6.1f} s  {'ok' if found['as_due'] else 'XX'} {found['seconds']:6.1f} s  {found['name']}: {words}{left}", flush=True)
+
+    def side_by_side(self, attacks: list[attack_files.Attack]) -> None:
+        """Examine attacks in which nothing is timed, in several processes."""
+        context = multiprocessing.get_context("spawn")
+        results = context.Queue()
+        processes = [context.Process(target=work, args=(names, results)) for names in groups(attacks)]
+        for number, process in enumerate(processes):
+            # What an exam keeps for the next one lies in a folder of its own: nobody reads what another is just writing.
+            os.environ["LAUNCHLAB_BUILD"] = f"{self.scratch.name}/{number}"
+            process.start()
+        os.environ.pop("LAUNCHLAB_BUILD", None)
+        left = len(attacks)
+        while left and not self.over():
+            running = any(process.is_alive() for process in processes)
+            try:
+                self.take(results.get(timeout=0.5))
+                left -= 1
+            except queue.Empty:
+                if not running:  # asked before the queue was: what a process put there has arrived
+                    break
+        for process in processes:
+            process.join(timeout=30 if not left else 1)
+            if process.is_alive():
+                process.terminate()
+                process.join()
+
+    def one_by_one(self, attacks: list[attack_files.Attack]) -> None:
+        """Examine attacks here, one after the other."""
+        for attack in attacks:
+            if self.over():
+                break
+            self.take(case(attack))
+
+
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("out", type=Path)
     arguments.add_argument("names", nargs="*")
     arguments.add_argument("--seconds", type=float, default=270.0, help="begin no further case after so long")
-    chosen = arguments.parse_args()
+    arguments.add_argument("--one-by-one", action="store_true", help="nothing side by side")
+    chosen = arguments.parse_intermixed_args()
     if gpu() is None:
         print("not run: needs a GPU")
         return 3
-    which, began = chapter(CHAPTER), time.monotonic()
     attacks = [attack for attack in attack_files.load(FOLDER) if not chosen.names or attack.name in chosen.names]
-    record = {"gpu": gpu().name, "driver": gpu().driver, "sandbox": None, "cases": [], "not_reached": [attack.name for attack in attacks]}
-    for attack in attacks:
-        if time.monotonic() - began > chosen.seconds:
-            break
-        report = examine(notebook(attack, which), which).to_json()
-        kept = ("id", "verdict", "score", "points", "reason", "seconds")
-        checks = [{key: check[key] for key in kept} for check in report["checks"]]
-        for check, full in zip(checks, report["checks"], strict=True):
-            if full["kind"] == "speedup":
-                check["attempts"] = [len(r["attempts"]) for r in full["records"] if r["check"] == "speedup"]
-        due = as_due(attack, checks)
-        record["sandbox"] = report["sandbox"]
-        record["cases"].append({"name": attack.name, "about": attack.about, "loses": attack.loses, "opens": attack.opens, "as_due": due, "seconds": report["seconds"], "checks": checks})
-        record["not_reached"].remove(attack.name)
-        record["seconds"] = round(time.monotonic() - began, 1)
-        chosen.out.write_text(json.dumps(record, ensure_ascii=False, indent=1), encoding="utf-8")
-        words = "; ".join(f"{check['id'][5:]} {check['verdict']}" for check in checks if check["verdict"] != "passed")
-        print(f"{'ok' if due else 'XX'} {report['seconds']:6.1f} s  {attack.name}: {words or 'all passed'}", flush=True)
-    wrong = [case["name"] for case in record["cases"] if not case["as_due"]]
+    run = Run(chosen.out, attacks, chosen.seconds)
+    for which in {attack.chapter: chapter_of(attack) for attack in attacks}.values():
+        if lack := lacking(which):
+            print(f"{which.name}: {lack}", flush=True)
+    timed = [attack for attack in attacks if chosen.one_by_one or "speedup" in kinds_asked(attack).values()]
+    run.side_by_side([attack for attack in attacks if attack not in timed])
+    run.one_by_one(sorted(timed, key=lambda attack: chapter_of(attack).name, reverse=True))
+    record = run.record
+    wrong = [each["name"] for each in record["cases"] if not each["as_due"]]
     print(f"{len(record['cases'])} examined in {record.get('seconds', 0):.0f} s, not as due: {wrong or 'none'}, not reached: {record['not_reached'] or 'none'}")
     return 1 if wrong or record["not_reached"] else 0
 
