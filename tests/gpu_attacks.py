@@ -25,8 +25,8 @@ from pathlib import Path
 import attack_files
 import nbformat
 
-from launchlab.device import gpu
-from launchlab.exam import sandbox
+from launchlab.device import free_memory, gpu
+from launchlab.exam import limits, sandbox
 from launchlab.exam.examine import Master, examine, lacking
 from launchlab.grading.intake import graft
 from launchlab.manifest import Chapter, chapter
@@ -98,7 +98,8 @@ def case(attack: attack_files.Attack) -> dict:
             check["attempts"] = [len(r["attempts"]) for r in full["records"] if r["check"] == "speedup"]
     left = left_behind()
     due = as_due(attack, checks) and len(checks) > 0 and not left
-    return head | {"as_due": due, "seconds": report["seconds"], "checks": checks, "left_behind": left}
+    free = free_memory()
+    return head | {"as_due": due, "seconds": report["seconds"], "checks": checks, "left_behind": left, "gpu_free_mib": free and free[0] >> 20}
 
 
 def left_behind() -> list[str]:
@@ -150,7 +151,7 @@ class Run:
         self.out, self.until, self.began = out, time.monotonic() + seconds, time.monotonic()
         self.scratch = tempfile.TemporaryDirectory(prefix="attacks-")
         sandboxed = "bubblewrap" if sandbox.works() else "none"
-        self.record = {"gpu": gpu().name, "driver": gpu().driver, "sandbox": sandboxed, "cases": [], "not_reached": [attack.name for attack in attacks]}
+        self.record = {"gpu": gpu().name, "driver": gpu().driver, "sandbox": sandboxed, "limits": limits.told(sandbox.works()), "cases": [], "not_reached": [attack.name for attack in attacks]}
 
     def over(self) -> bool:
         return time.monotonic() > self.until

@@ -77,3 +77,38 @@ def _driver() -> str:
         return ""
     nvml.nvmlShutdown()
     return version.value.decode()
+
+
+def free_memory() -> tuple[int, int] | None:
+    """Bytes free and bytes in all on GPU 0, as NVML counts them for every process; None where it does not tell."""
+    handle = _nvml_handle()
+    if handle is None:
+        return None
+    nvml, device = handle
+    told = _Memory()
+    if nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(told)):
+        return None
+    return told.free, told.total
+
+
+class _Memory(ctypes.Structure):
+    """nvmlMemory_t: bytes."""
+
+    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+
+
+@cache
+def _nvml_handle() -> tuple[ctypes.CDLL, ctypes.c_void_p] | None:
+    """NVML and its handle of CUDA's GPU 0, by the bus that both know it by; None without NVML. Opened once per process."""
+    if gpu() is None:
+        return None
+    try:
+        cuda, nvml = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    device, bus, handle = ctypes.c_int(), ctypes.create_string_buffer(64), ctypes.c_void_p()
+    if cuda.cuDeviceGet(ctypes.byref(device), 0) or cuda.cuDeviceGetPCIBusId(bus, len(bus), device):
+        return None
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByPciBusId_v2(bus, ctypes.byref(handle)):
+        return None
+    return nvml, handle

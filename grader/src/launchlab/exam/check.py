@@ -6,6 +6,8 @@ learner: what happened, why, what to try, and never a hidden input.
 
 from __future__ import annotations
 
+import builtins
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +34,15 @@ NODE_WORDS = {
 
 
 class CheckFailed(AssertionError):
-    """A check did not hold; the text (Chinese) tells the learner why and what to try."""
+    """A check did not hold; the text (Chinese) tells the learner why and what to try.
+
+    ``why``: the author's words. ``detail``: what was found, which may hold hidden inputs, or words that a learner's
+    process put there to carry them out: ``guarded`` is what of it may be told where the inputs are hidden.
+    """
+
+    def __init__(self, why: str, detail: str = "", guarded: str | None = None):
+        super().__init__(why + detail)
+        self.guarded = why + (re.sub(r"[0-9]+", "…", detail) if guarded is None else guarded)
 
     def _render_traceback_(self) -> list[str]:
         # IPython asks for this: in a notebook the reason helps, the examiner's frames don't.
@@ -64,9 +74,9 @@ class Check:
         mismatch, differing, size = difference(got, want, rel, abs)
         self.records.append({"check": "equal", "mismatch": mismatch, "differing": differing, "size": size, "rel": rel, "abs": abs})
         if mismatch:
-            raise CheckFailed(f"{why}（{mismatch}）")
+            raise CheckFailed(why, f"（{mismatch}）")
         if differing:
-            raise CheckFailed(f"{why}（{size} 个值里有 {differing} 个不对）" if size > 1 else why)
+            raise CheckFailed(why, f"（{size} 个值里有 {differing} 个不对）" if size > 1 else "", "")
         self._announce("结果正确" + (f"（比较了 {size} 个值）" if size > 1 else ""))
 
     def that(self, condition: Any, why: str) -> None:
@@ -91,7 +101,9 @@ class Check:
         self.records.append({"check": "raises", "wanted": error, "raised": raised})
         if error not in raised:
             what = f"实际抛出的是 {raised[0]}" if raised else "实际没有抛出任何异常"
-            raise CheckFailed(f"{why or f'这里应当抛出 {error}。'}（{what}）")
+            public = next((name for name in raised if hasattr(builtins, name)), "别的异常")
+            guarded = f"实际抛出的是 {public}" if raised else what
+            raise CheckFailed(why or f"这里应当抛出 {error}。", f"（{what}）", f"（{guarded}）")
         self._announce(f"如预期抛出 {error}")
 
     def nodes(self, graph: Any, why: str = "", **counts: int | tuple[int, int | None]) -> None:
@@ -109,7 +121,7 @@ class Check:
             told = None
         if told is None:
             self.records.append({"check": "nodes", "wanted": counts, "found": None})
-            raise CheckFailed(f"{why or '这里要一张捕获到的图。'}（返回的是 {word(graph)}，里面没有图；Stream.end_capture() 返回的才是）")
+            raise CheckFailed(why or "这里要一张捕获到的图。", f"（返回的是 {word(graph)}，里面没有图；Stream.end_capture() 返回的才是）")
         kinds = told.get("kinds") if type(told) is dict else None
         kinds, edges = (kinds, told.get("edges")) if type(kinds) is list else ([], [])
         edges = edges if type(edges) is list else []
@@ -119,7 +131,7 @@ class Check:
         wrong = [name for name, count in counts.items() if not judge.counted(found[name], count)]
         if wrong:
             told_text = "，".join(f"{NODE_WORDS.get(name, name)}应有{_many(counts[name])}个，图里有 {found[name]} 个" for name in wrong)
-            raise CheckFailed(f"{why or '捕获到的图和要求的不一样。'}（{told_text}）")
+            raise CheckFailed(why or "捕获到的图和要求的不一样。", f"（{told_text}）")
         self._announce("图的结构正确：" + "，".join(f"{NODE_WORDS.get(name, name)} {found[name]} 个" for name in counts))
 
     def speedup(self, work: Any, *, over: Any, best: Any, state: tuple[Buffer, Buffer], at_least: float,

@@ -7,6 +7,7 @@ cells run in a sandboxed kernel, the solution's in another one; both only answer
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import hashlib
 import re
@@ -24,7 +25,7 @@ import zmq
 from nbformat import NotebookNode
 
 from launchlab.device import gpu as find_gpu
-from launchlab.exam import judge, sandbox, show
+from launchlab.exam import judge, limits, sandbox, show
 from launchlab.exam.check import CannotTell, Check, CheckFailed
 from launchlab.exam.kernel import Kernel
 from launchlab.exam.memory import Buffer, CudaError
@@ -33,6 +34,7 @@ from launchlab.exam.process import Cell, Process, defines
 from launchlab.exam.remote import Namespace
 from launchlab.exam.report import CheckReport, Report, versions
 from launchlab.exam.timing import GpuBusy
+from launchlab.exam.watch import NoRoom
 from launchlab.exam.wire import clean
 from launchlab.manifest import Chapter
 from launchlab.paths import BUILD
@@ -40,8 +42,10 @@ from launchlab.paths import BUILD
 EXERCISE_SECONDS = 90.0
 AFTERMATH_SECONDS = 10.0
 TENSORRT = "tensorrt"
+# Exceptions of libraries that learners meet.
+LIBRARIES = {"CUDARuntimeError", "CUDADriverError", "CompileException", "NVRTCError", "OutOfMemoryError", "CudaError", "LinAlgError", "AxisError"}
 # What can go wrong on the examiner's own side: the GPU, its lock, a disk, memory. Everything else is points not proved.
-EXAMINERS = (CudaError, OSError, MemoryError, zmq.ZMQError, GpuBusy)
+EXAMINERS = (CudaError, OSError, MemoryError, zmq.ZMQError, GpuBusy, NoRoom)
 
 
 def examine(nb: NotebookNode, chapter: Chapter, files: Path | None = None) -> Report:
@@ -56,7 +60,7 @@ def examine(nb: NotebookNode, chapter: Chapter, files: Path | None = None) -> Re
     master = Master.of(chapter)
     gpu, lack = find_gpu(), lacking(chapter)
     sandboxed = sandbox.works()
-    report = Report(chapter.name, "bubblewrap" if sandboxed else "none", gpu.name if gpu else None, gpu.driver if gpu else None, versions())
+    report = Report(chapter.name, "bubblewrap" if sandboxed else "none", gpu.name if gpu else None, gpu.driver if gpu else None, versions(), limits.told(sandboxed))
     tests = [(cell, master.tests[cell.metadata.nbgrader.grade_id]) for cell in nb.cells if _is_test(cell, master)]
     if any(not lack or not test.needs_gpu for _, test in tests):
         master.reference.load()  # before any of the learner's code can be in its way
@@ -98,6 +102,7 @@ def _examine_one(source: str, report: CheckReport, student: Process, master: Mas
     check = Check(secret, gpu=gpu.uuid or gpu.name if gpu else "none")  # two equal GPUs are timed side by side
     reference = master.reference.process
     student.deadline = None
+    hidden = True  # whether the words of the learner's process may hold hidden inputs
     names = {
         "student": Namespace(student), "reference": Namespace(reference), "check": check, "secret": secret,
         "on_gpu": Buffer, "np": np, "partial": partial, "__name__": "launchlab_test",
@@ -113,18 +118,20 @@ def _examine_one(source: str, report: CheckReport, student: Process, master: Mas
     except CannotTell as error:
         verdict, reason = judge.INCONCLUSIVE, str(error)
     except CheckFailed as error:
-        verdict, reason = judge.FAILED, str(error)
+        hidden = _in_hidden_test(error, source, report.id)
+        verdict, reason = judge.FAILED, error.guarded if hidden else str(error)
     except (PartyError, PartyLost) as error:
         if error.party is reference:  # not the learner's fault, as far as can be told
-            verdict, reason = judge.INCONCLUSIVE, f"参考实现没能运行（{error}），这道练习没有评分，请教师处理。"
+            verdict, reason = _overdrawn(student) or (judge.INCONCLUSIVE, f"参考实现没能运行（{error}），这道练习没有评分，请教师处理。")
         else:
-            verdict, reason = explain(error, student, master, hidden=_in_hidden_test(error, source, report.id))
+            hidden = _in_hidden_test(error, source, report.id)
+            verdict, reason = explain(error, student, master, hidden=hidden)
     except EXAMINERS as error:
-        verdict, reason = judge.INCONCLUSIVE, f"考官自己出错了（{type(error).__name__}: {error}），这道练习没有评分，请教师处理。"
+        verdict, reason = _overdrawn(student) or (judge.INCONCLUSIVE, f"考官自己出错了（{type(error).__name__}: {error}），这道练习没有评分，请教师处理。")
     except Exception as error:  # noqa: BLE001 - a learner's values can do anything to a test cell
         verdict, reason = judge.FAILED, f"返回值不是要求的样子，检查无法进行（{type(error).__name__}）。请对照函数说明，看返回的类型和形状。"
     if verdict == judge.FAILED:
-        reason += _last_error(student)
+        reason += "" if hidden else _last_error(student)
         verdict, reason = _aftermath(student, report) or (verdict, reason)
     try:
         reference.forget()
@@ -143,7 +150,7 @@ def _examine_one(source: str, report: CheckReport, student: Process, master: Mas
 
 
 def _last_error(student: Process) -> str:
-    """What TensorRT reported last in this exercise, without its numbers, which may be hidden input; "" if nothing."""
+    """What TensorRT reported last in this exercise, without its numbers; "" if nothing. Any notebook can have it say anything."""
     with contextlib.suppress(PartyError, PartyLost):
         errors = student.ask("errors") if student.used else []
         if type(errors) is list and errors:
@@ -160,8 +167,21 @@ def _aftermath(student: Process, report: CheckReport) -> tuple[str, str] | None:
     return trouble if report.needs_gpu else None
 
 
+def _overdrawn(student: Process) -> tuple[str, str] | None:
+    """Verdict and reason if the student's process has taken so much of the machine that others may have failed for it; it is ended."""
+    try:
+        student.check_share()
+    except PartyLost as lost:
+        return judge.CRASHED, f"{lost}。进程已重新启动，不影响其他练习。"
+    except NoRoom:  # it was not this one
+        return None
+    return None
+
+
 def _tidy(student: Process) -> tuple[str, str] | None:
     student.deadline = time.monotonic() + AFTERMATH_SECONDS
+    if trouble := _overdrawn(student):
+        return trouble
     try:
         student.forget()
         poison = student.probe()
@@ -213,7 +233,13 @@ def explain(error: Exception, student: Process, master: Master, hidden: bool) ->
         return judge.FAILED, "返回的值无法读取：太大、嵌套太深，或者不是普通数据。请对照函数说明，看返回的类型和形状。"
     what = "" if info["own"] or hidden or not info["message"] else f"：{info['message'][:200]}"
     where = f"，出错的一行：{info['line']}" if info["line"] and not hidden else ""
-    return judge.FAILED, f"调用你的函数时抛出 {info['type']}{what}{where}"
+    kind = info["type"] if not hidden or _is_known(info["type"], written) else "异常"
+    return judge.FAILED, f"调用你的函数时抛出 {kind}{what}{where}"
+
+
+def _is_known(kind: str, written: str) -> bool:
+    """Whether an exception's class has a name that tells nothing: one made up in the call could carry what was asked."""
+    return hasattr(builtins, kind) or kind in LIBRARIES or bool(re.search(rf"\b{re.escape(kind)}\b", written))
 
 
 class Test:
@@ -271,12 +297,13 @@ class Reference:
     """The solution's process, trusted. Kept for the class, with the kernels it compiled kept for the next."""
 
     def __init__(self, chapter: Chapter, master: Master):
-        self.process = Process(master.cells_to_run(master.notebook), self._kernel, bool(find_gpu()))
+        self.process = Process(master.cells_to_run(master.notebook), self._kernel, bool(find_gpu()), trusted=True)
         self._chapter, self._master = chapter, master
 
     def _kernel(self) -> Kernel:
         master = self._master
-        return Kernel(given=self._chapter.solution.parent, sandboxed=False, cupy_cache=master.cupy_cache, timing_cache=master.timing_cache)
+        # Trusted, and yet in a sandbox: some chapters have it load what learners built.
+        return Kernel(given=self._chapter.solution.parent, sandboxed=sandbox.works(), trusted=True, cupy_cache=master.cupy_cache, timing_cache=master.timing_cache)
 
     def load(self) -> None:
         """Have the process ready. Once more from the beginning if a cell went wrong: that cannot be the solution's fault alone."""

@@ -7,6 +7,7 @@ is data to be cut to size, never to be believed.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import ctypes
 import json
@@ -28,8 +29,9 @@ from jupyter_client import BlockingKernelClient
 from jupyter_client.connect import write_connection_file
 from nbformat.v4 import new_output
 
-from launchlab.exam import sandbox
+from launchlab.exam import family, limits, sandbox
 from launchlab.exam.agent import TARGET
+from launchlab.exam.watch import Watch
 from launchlab.exam.wire import clean
 from launchlab.paths import timing_cache_of
 
@@ -38,16 +40,14 @@ PR_SET_PDEATHSIG = 1
 START_SECONDS = 60.0
 OUTPUT_CHARACTERS = 64_000  # kept of one cell's text
 PICTURE_CHARACTERS = 4 << 20  # kept of one cell's pictures
-# Beside text. No HTML, no SVG: they may hold a script, and teachers open these pages.
-PICTURES = ("image/png", "image/jpeg")
+# Beside text, by how their files begin. No HTML, no SVG: they may hold a script, and teachers open these pages.
+PICTURES = {"image/png": b"\x89PNG\r\n", "image/jpeg": b"\xff\xd8\xff"}
 OUTPUT_FLOOD = 256 << 20  # bytes of output after which a cell is stopped
-LARGEST_MESSAGE = 128 << 20  # bytes of one message from a kernel
+LARGEST_MESSAGE = 128 << 20  # bytes of one part of a message from a kernel
+MOST_PARTS = 4_000_000  # values, about, in the JSON of one message: each takes many times as many bytes here as there
 STOP_SECONDS = 1.0  # for a process and all that it started to come to rest
-LARGEST_FILE = 4 << 30  # bytes of a file that a student's process may write
-# Limits are set by the shell before it becomes the kernel, so that everything started from there has them.
-# Data pages are limited, not address space, of which CUDA reserves more than there is memory. If memory
-# runs out all the same, this process is to go first, not the examiner.
-LIMITS = 'echo 1000 >/proc/self/oom_score_adj; ulimit -d "$1"; ulimit -f "$2"; shift 2; exec "$@"'
+KEEPER = Path(__file__).with_name("keeper.py")
+KEEPER_SECONDS = 8.0  # for it to end all that its command left behind
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CONDA_PREFIX", "OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 
 
@@ -73,20 +73,23 @@ class Kernel:
 
     ``given``: the chapter's folder, whose data files (no notebook, no source) are copied into the
     working folder. ``own``: the submission's folder, copied before that, so that a chapter's file wins.
-    ``sandboxed``: run behind bubblewrap. ``cupy_cache``, ``timing_cache``: folders of compiled
+    ``sandboxed``: run behind bubblewrap. ``trusted``: the reference's, of which no share is taken. ``cupy_cache``, ``timing_cache``: folders of compiled
     kernels and of TensorRT's timings to begin with (copied, so that nobody can poison them for others).
     """
 
-    def __init__(self, *, given: Path | None = None, own: Path | None = None, sandboxed: bool, cupy_cache: Path | None = None,
-                 timing_cache: Path | None = None):
+    def __init__(self, *, given: Path | None = None, own: Path | None = None, sandboxed: bool, trusted: bool = False,
+                 cupy_cache: Path | None = None, timing_cache: Path | None = None):
         sweep()
         # A short path: Unix sockets allow about 100 characters. The process id tells whose it is.
         self.folder = Path(tempfile.mkdtemp(prefix=f"ll-{os.getpid()}-"))
         self.process: subprocess.Popen | None = None
         self.client: BlockingKernelClient | None = None
+        self.watch: Watch | None = None
+        self._sandboxed = sandboxed
+        self._group: limits.Group | None = None
         try:
             self._prepare(given, own, cupy_cache, timing_cache)
-            self._start(sandboxed)
+            self._start(trusted)
         except BaseException:
             self.close()
             raise
@@ -108,7 +111,7 @@ class Kernel:
         self._comm_open = False
         self._number = 0
 
-    def _start(self, sandboxed: bool) -> None:
+    def _start(self, trusted: bool) -> None:
         connection = self.folder / "k.json"
         write_connection_file(str(connection), ip=str(self.folder / "s"), transport="ipc", key=os.urandom(16).hex().encode())
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
@@ -121,20 +124,26 @@ class Kernel:
             "CUPY_CACHE_DIR": str(self.cupy_cache), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONFAULTHANDLER": "1",
         }
         command = [sys.executable, "-m", "ipykernel_launcher", "-f", str(connection), "--HistoryManager.enabled=False"]
-        if sandboxed:
-            command = sandbox.wrap(command, self.folder, environment)
-        else:
-            # ipykernel then ends by itself when the examiner does, however that ends.
-            environment["JPY_PARENT_PID"] = str(os.getpid())
-        command = ["/bin/sh", "-c", LIMITS, "limits", str(memory_limit() >> 10), str(LARGEST_FILE >> 9), *command]
+        if self._sandboxed:
+            command = sandbox.wrap(limits.few_tasks(command) if sandbox.counts_tasks() else command, self.folder, environment)
+        if not trusted:
+            self._group = limits.Group.make(self.folder.name)
+        command = limits.limited(command, self._group)
+        # A sandbox's first process takes all others with it. Elsewhere somebody has to see to that.
+        last = signal.SIGKILL
+        if not self._sandboxed:
+            command, last = [sys.executable, "-I", "-S", str(KEEPER), *command], signal.SIGTERM
         self.process = subprocess.Popen(
-            command, cwd=self.work, env=environment, start_new_session=True, preexec_fn=partial(end_with, os.getpid()),
+            command, cwd=self.work, env=environment, start_new_session=True, preexec_fn=partial(end_with, os.getpid(), last),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )
+        if not trusted:
+            self.watch = Watch(self.process.pid, self.folder, lambda: self.process.poll() is None, self._kill)
         context = zmq.Context()
         context.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)  # a longer one ends the connection, not the examiner
         self.client = BlockingKernelClient(context=context)
         self.client.load_connection_file(str(connection))
+        self.client.session.unpack = unpack
         self.client.allow_stdin = False
         # The heartbeat would be a thread per kernel; the process itself is watched instead.
         self.client.start_channels(stdin=False, hb=False)
@@ -151,7 +160,7 @@ class Kernel:
     def _check_alive(self) -> None:
         code = self.process.poll()
         if code is not None:
-            raise KernelDied(how_it_ended(code))
+            raise KernelDied((self.watch and self.watch.verdict()) or how_it_ended(code))
 
     def _next(self, receive: Callable[..., dict], deadline: float) -> dict:
         """The next message of a channel that looks like one; what else a hostile process sends there is dropped."""
@@ -214,74 +223,102 @@ class Kernel:
                 flood.count(message)
                 continue
             try:
-                reply = json.loads(message["content"]["data"]["reply"])
+                reply = unpack(message["content"]["data"]["reply"].encode())
                 if type(reply) is dict and reply["n"] == self._number:
                     return reply, [bytes(blob) for blob in message["buffers"]]
-            except (KeyError, TypeError, ValueError, RecursionError):
+            except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
                 continue
+
+    def check_share(self) -> None:
+        """Raise `KernelDied` if the process and all it started have taken more than their share; they are then ended."""
+        if self.watch is not None:
+            self.watch.check()
+            if why := self.watch.verdict():
+                raise KernelDied(why)
 
     def pause(self) -> None:
         """Stop the process and all it started, so that it can neither work nor disturb.
 
         Raises `KernelDied` if some of it keeps running: a family that forks on, say.
         """
+        self._rest()
         until = time.monotonic() + STOP_SECONDS
         while time.monotonic() < until:
-            family = self._family()
-            for pid in family:
-                _signal(pid, signal.SIGSTOP)
-            if all(_is_stopped(pid) for pid in family) and self._family() == family:
+            members = family.family(self.process.pid)
+            for pid in members:
+                family.send(pid, signal.SIGSTOP)
+            if all(family.is_stopped(pid) for pid in members) and family.family(self.process.pid) == members:
                 return
             time.sleep(0.0002)  # threads come to rest one by one
         raise KernelDied("计时的时候，它的进程不肯停下来")
 
     def resume(self) -> None:
         """Let a paused process go on."""
-        for pid in self._family():
-            _signal(pid, signal.SIGCONT)
+        self._rest()
+        for pid in family.family(self.process.pid):
+            family.send(pid, signal.SIGCONT)
 
-    def _family(self) -> list[int]:
-        family = [self.process.pid]
-        for pid in family:  # grows while it is walked
-            for children in Path(f"/proc/{pid}/task").glob("*/children"):
-                try:
-                    family += [int(child) for child in children.read_text().split()]
-                except OSError:
-                    continue
-        return family
+    def _rest(self) -> None:
+        if self.watch is not None:
+            self.watch.rest()
+
+    def _kill(self) -> None:
+        """Kill the process and all it started, and wait for the first of them."""
+        if not self._sandboxed and self.process.poll() is None:
+            for number in (signal.SIGTERM, signal.SIGCONT):
+                family.send(self.process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=KEEPER_SECONDS)
+        if self.process.poll() is None:
+            family.kill(self.process.pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs keeps it
+                self.process.wait(timeout=30)
 
     def close(self) -> None:
         """Kill the process and all it started, and remove its folder."""
         try:
+            if self.watch is not None:
+                self.watch.end()
             if self.process is not None:
-                for pid in self._family():
-                    _signal(pid, signal.SIGKILL)
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self.process.pid, signal.SIGKILL)
-                with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs keeps it
-                    self.process.wait(timeout=30)
+                self._kill()
+                if not self._sandboxed:  # who has killed the keeper, too
+                    for pid in family.marked(f"TMPDIR={self.folder}"):
+                        family.send(pid, signal.SIGKILL)
+            if self._group is not None:
+                self._group.remove()
             if self.client is not None:
                 self.client.stop_channels()
         finally:
             remove(self.folder)
 
 
-def end_with(parent: int) -> None:
-    """For a process just forked: be killed when ``parent`` ends, however it ends, be it this very moment.
+def unpack(data: bytes) -> Any:
+    """JSON of a kernel's. Raises ValueError for one that would grow to gigabytes here."""
+    if sum(data.count(mark) for mark in (b"[", b"{", b",")) > MOST_PARTS:
+        raise ValueError("too many values")
+    return json.loads(data)
+
+
+def end_with(parent: int, number: int) -> None:
+    """For a process just forked: get signal ``number`` when ``parent`` ends, however it ends, be it this very moment.
 
     What it becomes does so itself, but only once it has come to that.
     """
     if sys.platform == "linux":
-        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        _LIBC.prctl(PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:
             os._exit(1)
 
 
 def sweep() -> None:
-    """Remove folders of examiners that were killed before they could."""
+    """Remove folders and control groups of examiners that were killed before they could."""
+    limits.sweep()
     for folder in Path(tempfile.gettempdir()).glob("ll-*-*"):
         owner = folder.name.split("-")[1]
-        if owner.isdecimal() and not Path("/proc", owner).exists() and Path("/proc/self").exists():
+        ours = not folder.is_symlink() and folder.lstat().st_uid == os.geteuid()  # anybody may put a name like this there
+        if ours and owner.isdecimal() and not Path("/proc", owner).exists() and Path("/proc/self").exists():
             remove(folder)
 
 
@@ -291,24 +328,10 @@ def remove(folder: Path) -> None:
     subprocess.run(["/bin/sh", "-c", script, "remove", str(folder)], stderr=subprocess.DEVNULL, check=False)
 
 
-def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "TtZX"
-    except OSError:
-        return True
-
-
 def _ignore(*patterns: str) -> Callable[[str, list[str]], set[str]]:
     """For copytree: leave out ``patterns``, and links, which could lead anywhere."""
     by_name = shutil.ignore_patterns(*patterns)
     return lambda folder, names: by_name(folder, names) | {name for name in names if os.path.islink(os.path.join(folder, name))}
-
-
-def _signal(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 class _Outputs:
@@ -337,7 +360,7 @@ class _Outputs:
                 self.outputs.append(new_output("error", ename=name, evalue=value, traceback=traceback))
             case "display_data" | "execute_result":
                 data = content.get("data") if type(content.get("data")) is dict else {}
-                shown = {"text/plain": self._cut(data.get("text/plain"))} | {mime: self._picture(data.get(mime)) for mime in PICTURES}
+                shown = {"text/plain": self._cut(data.get("text/plain"))} | {mime: self._picture(data.get(mime), magic) for mime, magic in PICTURES.items()}
                 if shown := {mime: value for mime, value in shown.items() if value}:
                     self.outputs.append(new_output("display_data", data=shown))
 
@@ -348,16 +371,18 @@ class _Outputs:
         room, self._kept = OUTPUT_CHARACTERS - self._kept, self._kept + len(text)
         return text if len(text) <= room else text[:room] + "\n…（输出太长，其余从略）\n"
 
-    def _picture(self, text: Any) -> str:
+    def _picture(self, text: Any, magic: bytes) -> str:
+        """A picture as base64 and nothing else: it is put into the attributes of a page as it stands."""
         if type(text) is not str or self._pictures + len(text) > PICTURE_CHARACTERS:
             return ""
+        try:
+            picture = base64.b64decode("".join(text.split()), validate=True)
+        except ValueError:
+            return ""
+        if not picture.startswith(magic):
+            return ""
         self._pictures += len(text)
-        return text
-
-
-def memory_limit() -> int:
-    """Bytes of data that one process may hold: half of the machine's memory, at least 4 GiB."""
-    return max(4 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
+        return base64.b64encode(picture).decode()
 
 
 def how_it_ended(code: int) -> str:

@@ -30,14 +30,20 @@ def checked(result: tuple):
     return result[1] if len(result) == 2 else result[1:]
 
 
+def in_blocks(size: int) -> int:
+    """``size`` bytes, rounded up to whole IPC blocks."""
+    return -(-max(size, 1) // IPC_BLOCK) * IPC_BLOCK
+
+
 class Block:
-    """``size`` bytes of device memory in IPC blocks of their own, freed with the object."""
+    """At least ``size`` bytes of device memory in IPC blocks of their own, until it is freed."""
 
     def __init__(self, size: int):
         from cuda.bindings import runtime
 
         self._runtime = runtime
-        self.pointer = checked(runtime.cudaMalloc(-(-max(size, 1) // IPC_BLOCK) * IPC_BLOCK))
+        self.size = in_blocks(size)
+        self.pointer = checked(runtime.cudaMalloc(self.size))
 
     def handle(self) -> str:
         """The CUDA IPC handle, as hexadecimal text."""

@@ -99,12 +99,16 @@ class Party:
                 pass  # no IPC between the two: staged
             finally:
                 if block is not None:
-                    block.free()
+                    self._take_back(block)
         self.ask("lend", **fields, handle=None)
         return number
 
     def _block(self, size: int) -> Block | None:
         return None
+
+    def _take_back(self, block: Block) -> None:
+        """A block that was lent, or offered, to the party."""
+        block.free()
 
     def pause(self) -> None:
         """Keep the party from doing anything until `resume`; a party in this process cannot be kept."""
@@ -121,7 +125,9 @@ class Party:
             self.used = False
         finally:
             for buffer in self._buffers:
-                buffer.free()
+                block, buffer.block = buffer.block, None
+                if block is not None:
+                    self._take_back(block)
             self._buffers.clear()
 
 

@@ -7,16 +7,18 @@ that one exercise's accident stays that exercise's.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from launchlab.exam.judge import CRASHED, FAILED, TIMED_OUT
 from launchlab.exam.kernel import CellResult, Kernel, KernelDied, KernelTimeout
-from launchlab.exam.memory import Block, CudaError
+from launchlab.exam.memory import Block, CudaError, in_blocks
 from launchlab.exam.party import Party, PartyError, PartyLost
+from launchlab.exam.watch import NoRoom
 
 CELL_SECONDS = 30.0
 LOAD_SECONDS = 240.0  # all cells of a notebook together, restarts included
@@ -36,19 +38,20 @@ class Process(Party):
     """A notebook's process as a party: loaded on first use, loaded again after an accident.
 
     ``cells``: what to run, in order. ``make_kernel``: starts a fresh kernel. ``gpu``: probe the
-    CUDA context after each cell. ``outputs`` and ``errors`` (by index) come from the first time
+    CUDA context after each cell. ``trusted``: the reference's. ``outputs`` and ``errors`` (by index) come from the first time
     a cell ran; ``deadly`` holds (verdict, text) of cells that are left out.
     """
 
-    def __init__(self, cells: list[Cell], make_kernel: Callable[[], Kernel], gpu: bool):
+    def __init__(self, cells: list[Cell], make_kernel: Callable[[], Kernel], gpu: bool, trusted: bool = False):
         super().__init__()
-        self.cells, self.gpu = cells, gpu
+        self.cells, self.gpu, self._trusted = cells, gpu, trusted
         self.outputs: dict[int, list] = {}
         self.errors: dict[int, CellResult] = {}
         self.deadly: dict[int, tuple[str, str]] = {}
         self._make_kernel = make_kernel
         self._kernel: Kernel | None = None
         self._spent = 0.0
+        self._blocks: list[Block] = []  # once lent to this process, and to be lent to nobody else
 
     @property
     def kernel(self) -> Kernel | None:
@@ -94,6 +97,7 @@ class Process(Party):
             poison = self.ask("probe") if self.gpu else None
             if poison:
                 raise KernelDied(f"CUDA 上下文被破坏：{poison}")
+            self._kernel.check_share()
         except KernelTimeout:
             self.deadly[cell.index] = (TIMED_OUT, f"单元运行超过 {seconds:.0f} 秒：可能有停不下来的循环，或一直在等待")
         except (KernelDied, PartyLost) as died:
@@ -107,36 +111,59 @@ class Process(Party):
 
     def exchange(self, request: dict, blobs: list[bytes], seconds: float) -> tuple[Any, list[bytes]]:
         self.load()
-        try:
-            reply, out = self._kernel.ask(request, blobs, seconds)
-        except KernelTimeout:
-            self.close()
-            raise PartyLost(f"等了 {seconds:.0f} 秒没有回答", self, timed_out=True) from None
-        except KernelDied as error:
-            self.close()
-            raise PartyLost(str(error), self) from None
+        with self._lost_with_its_kernel():
+            try:
+                reply, out = self._kernel.ask(request, blobs, seconds)
+            except KernelTimeout:
+                self.close()
+                raise PartyLost(f"等了 {seconds:.0f} 秒没有回答", self, timed_out=True) from None
         if "error" in reply:
             raise PartyError(reply["error"] if type(reply["error"]) is dict else {}, self)
         return reply.get("value"), out
 
+    @contextlib.contextmanager
+    def _lost_with_its_kernel(self) -> Iterator[None]:
+        """End the party where its kernel ends: the next ask starts it anew."""
+        try:
+            yield
+        except KernelDied as error:
+            self.close()
+            raise PartyLost(str(error), self) from None
+        except NoRoom:
+            self.close()
+            raise
+
     def _block(self, size: int) -> Block | None:
         self.load()
+        for block in self._blocks:
+            if block.size == in_blocks(size):
+                self._blocks.remove(block)
+                return block
         try:
             return Block(size)
         except (CudaError, ImportError):
             return None
 
+    def _take_back(self, block: Block) -> None:
+        if self._trusted:
+            block.free()
+        else:  # the process may have it open still, whatever it says: as somebody else's memory it could be read there
+            self._blocks.append(block)
+
     def pause(self) -> None:
         if self._kernel is not None:
-            try:
+            with self._lost_with_its_kernel():
                 self._kernel.pause()
-            except KernelDied as error:
-                self.close()
-                raise PartyLost(str(error), self) from None
 
     def resume(self) -> None:
         if self._kernel is not None:
             self._kernel.resume()
+
+    def check_share(self) -> None:
+        """Raise `PartyLost` if the process and all that it started hold more than their share; they are then ended."""
+        if self._kernel is not None:
+            with self._lost_with_its_kernel():
+                self._kernel.check_share()
 
     def probe(self) -> str | None:
         """The CUDA error that poisons the process now, or None; a poisoned process is ended."""
@@ -166,6 +193,9 @@ class Process(Party):
             for buffer in self._buffers:
                 buffer.free()
             self._buffers.clear()
+            for block in self._blocks:
+                block.free()
+            self._blocks.clear()
 
     def why_missing(self, name: str) -> tuple[str, str] | None:
         """(verdict, reason) if a cell that defines ``name`` did not run well."""

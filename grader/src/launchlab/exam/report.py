@@ -27,13 +27,17 @@ class CheckReport:
 
 @dataclass
 class Report:
-    """One examined notebook. ``sandbox``: "bubblewrap" or "none"; ``gpu``: its name, or None; ``notes``: of the intake."""
+    """One examined notebook. ``sandbox``: "bubblewrap" or "none"; ``gpu``: its name, or None; ``notes``: of the intake.
+
+    ``limits``: what keeps a student's processes and GPU memory in bounds, see `launchlab.exam.limits.told`.
+    """
 
     chapter: str
     sandbox: str
     gpu: str | None
     driver: str | None
     versions: dict[str, str] = field(default_factory=dict)
+    limits: dict[str, str] = field(default_factory=dict)
     checks: list[CheckReport] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0

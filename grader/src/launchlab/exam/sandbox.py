@@ -17,10 +17,16 @@ from pathlib import Path
 
 import launchlab
 from launchlab import paths
+from launchlab.exam import limits
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/sys", "/etc")
 # Files that programs look for in /etc; the rest of it may hold what is nobody's business.
 ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "fonts", "localtime", "passwd", "group", "nsswitch.conf", "OpenCL", "vulkan", "ssl/openssl.cnf")
+
+# Of our own package, what notebooks and the agent import. What examines, grades and builds is nobody's business there.
+SHOWN = ("__init__", "device", "paths", "lab", "exam")
+SHOWN_OF_EXAM = ("__init__", "agent", "check", "compare", "judge", "memory", "party", "remote", "timing", "wire")
+LARGEST_SCRATCH = 1 << 30  # bytes in /tmp, and as many in /dev/shm, which lie in memory
 
 
 def available() -> bool:
@@ -57,23 +63,58 @@ def wrap(command: list[str], folder: Path, environment: dict[str, str]) -> list[
             bwrap += ["--symlink", os.readlink(path), entry]
         elif path.exists():
             bwrap += ["--ro-bind", entry, entry]
-    bwrap += ["--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
+    scratch = ["--size", str(LARGEST_SCRATCH)] if "--size" in _options() else []
+    bwrap += ["--dev", "/dev", *scratch, "--tmpfs", "/dev/shm", "--proc", "/proc", *scratch, "--tmpfs", "/tmp"]
     for device in [*sorted(Path("/dev").glob("nvidia*")), Path("/dev/dxg")]:
         bwrap += ["--dev-bind-try", str(device), str(device)]
     for path in python_paths():
         if not any(path.is_relative_to(entry) for entry in SYSTEM):
             bwrap += ["--ro-bind", str(path), str(path)]
+    for path in hidden():
+        bwrap += ["--tmpfs", str(path)] if path.is_dir() else ["--ro-bind", os.devnull, str(path)]
     bwrap += ["--bind", str(folder), str(folder), "--chdir", str(folder)]
     for name, value in environment.items():
         bwrap += ["--setenv", name, value]
     return [*bwrap, "--", *command]
 
 
+def hidden() -> list[Path]:
+    """Files and folders of our package that a student's process does not see: all that is not named above."""
+    package = Path(launchlab.__file__).resolve().parent
+    found = []
+    for folder, shown in ((package, SHOWN), (package / "exam", SHOWN_OF_EXAM)):
+        for path in sorted(folder.iterdir()):
+            if path.name == "__pycache__":  # files in the making come and go: only what has its final name
+                found += [made for made in sorted(path.glob("*.pyc")) if made.name.partition(".")[0] not in shown]
+            elif path.stem not in shown:
+                found.append(path)
+    return found
+
+
+@cache
+def _options() -> str:
+    """The help text of this bubblewrap: older ones know fewer options."""
+    return subprocess.run(["bwrap", "--help"], capture_output=True, text=True, check=False).stdout
+
+
 @cache
 def works() -> bool:
     """Whether a sandboxed process can be started here (user namespaces may be forbidden). Tried once per process."""
+    return _tried(["/usr/bin/env", "true"]) is not None
+
+
+@cache
+def counts_tasks() -> bool:
+    """Whether RLIMIT_NPROC, set inside, counts what runs inside and nothing else."""
+    inside = _tried(["/usr/bin/env", "readlink", "/proc/self/ns/user"])
+    return limits.counts_by_namespace() and inside not in (None, os.readlink("/proc/self/ns/user"))
+
+
+def _tried(command: list[str]) -> str | None:
+    """What a sandboxed command says; None if it cannot be run."""
     if not available():
-        return False
+        return None
     with tempfile.TemporaryDirectory(prefix="ll-") as folder:
-        command = wrap(["/usr/bin/env", "true"], Path(folder), {"PATH": "/usr/bin:/bin"})
-        return subprocess.run(command, capture_output=True, timeout=20).returncode == 0
+        wrapped = wrap(command, Path(folder), {"PATH": "/usr/bin:/bin"})
+        ended = subprocess.run(wrapped, capture_output=True, text=True, timeout=20, check=False)
+    return ended.stdout.strip() if ended.returncode == 0 else None
