@@ -15,7 +15,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from launchlab.course import receipt
 from launchlab.demo import sample_class
 from launchlab.device import gpu
-from launchlab.exam import judge
+from launchlab.exam import judge, sandbox
+from launchlab.grading import WITHOUT_SANDBOX
 from launchlab.grading.table import verdicts
 from launchlab.manifest import Chapter, chapter
 from launchlab.paths import BUILD, GRADER, short
@@ -36,9 +37,12 @@ def main() -> int:
     students = sample_class.submit(target, PLACE / "submitted")
     device = gpu()
     console.print(f"样例班级：{len(students)} 份提交，{target.title}。" + (f"GPU：{device.name}，全部真实评分。" if device else "这台机器没有可用的 GPU：不需要 GPU 的练习真实评分，其余留空。"))
+    without = [] if sandbox.works() else [WITHOUT_SANDBOX]
+    if without:
+        console.print("这台机器没有可用的 bubblewrap：样例是课程自带的，这次不用沙箱；评自己的班级之前请安装它。")
     try:
         with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as progress:
-            _nbgrader(progress, f"nbgrader autograde {CHAPTER}", ["autograde", CHAPTER], count=len(students))
+            _nbgrader(progress, f"nbgrader autograde {CHAPTER}", ["autograde", CHAPTER, *without], count=len(students))
             _nbgrader(progress, f"nbgrader generate_feedback {CHAPTER}", ["generate_feedback", CHAPTER])
             _nbgrader(progress, "nbgrader export", ["export", "--to", str(PLACE / "grades.csv")])
     except StepFailed as error:

@@ -19,9 +19,14 @@ import nbformat
 from nbconvert.exporters import NotebookExporter
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell
+from nbgrader.converters import NbGraderException
+from traitlets import Bool
 
 from launchlab.course import gradebook
 from launchlab.course.release import pristine
+from launchlab.exam import sandbox
+from launchlab.exam.examine import Master
+from launchlab.grading import WITHOUT_SANDBOX
 from launchlab.grading.turn import turn
 from launchlab.manifest import chapter
 
@@ -167,6 +172,11 @@ def _pieces(document: dict, notes: list[str]) -> list[_Piece]:
     return pieces
 
 
+def plain(text: str) -> str:
+    """``text`` for a Markdown cell that shows it as it is: names of files, which are learners', may look like HTML or a link."""
+    return "".join(c if c.isalnum() or c.isspace() else f"&#{ord(c)};" for c in text.replace("\n", " "))
+
+
 def _copy(node: NotebookNode) -> NotebookNode:
     return nbformat.from_dict(json.loads(json.dumps(node)))
 
@@ -182,8 +192,11 @@ class IntakeExporter(NotebookExporter):
     the class is prepared (one grader at a time, unfinished work of a killed one swept away).
     """
 
+    no_sandbox = Bool(False, help="Grade also where there is no sandbox: submissions then see this machine's files and network.").tag(config=True)
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self._check_sandbox()
         converter = self.parent
         self.coursedir = converter.coursedir
         turn.take(self)
@@ -218,8 +231,22 @@ class IntakeExporter(NotebookExporter):
         if notes:
             self.log.warning("%s: %s", filename, "；".join(notes))
             nb.metadata.setdefault("launchlab", {})["notes"] = notes
-            nb.cells.insert(0, new_markdown_cell("**收卷说明**\n\n" + "\n".join(f"- {note}" for note in notes), id="intake-notes"))
+            nb.cells.insert(0, new_markdown_cell("**收卷说明**\n\n" + "\n".join(f"- {plain(note)}" for note in notes), id="intake-notes"))
         return self.from_notebook_node(nb, resources=resources, **kwargs)
+
+    def _check_sandbox(self) -> None:
+        """Nobody's submission runs unprotected unless somebody has said so. Raises NbGraderException, with a word in the log."""
+        if sandbox.works():
+            return
+        if self.no_sandbox:
+            self.log.warning("没有可用的 bubblewrap，按你的要求在没有沙箱的情况下评分：提交里的代码能看到这台机器的文件和网络。")
+            return
+        what = "bubblewrap 已安装，却不能用（这台机器可能不许普通用户建立名字空间）" if sandbox.available() else "没有安装 bubblewrap"
+        assignment = self.parent.coursedir.assignment_id
+        self.log.error(
+            "没有评分：%s，而提交里的代码不可信，没有沙箱就能看到这台机器的文件和网络。请安装它（sudo apt install bubblewrap）；"
+            "确实要在没有沙箱的情况下评分，用 launchlab grade %s --no-sandbox，或 nbgrader autograde %s %s。", what, assignment, assignment, WITHOUT_SANDBOX)
+        raise NbGraderException("no sandbox")
 
     def _check_place(self, folder: Path) -> None:
         """A submission must lie where it stands: a link to another folder would be graded, and cleaned, in its place."""

@@ -35,8 +35,6 @@ class SealedExecute(NbGraderPreprocessor):
                 report = refuse(nb, assignment, "评分时出了意外的错误，请教师查看日志。这份提交没有评分。")
         report.notes = list(told.get("notes", []))
         write_report(report, student)
-        if report.sandbox == "none":
-            self.log.warning("没有可用的 bubblewrap：这份提交是在没有沙箱的情况下评分的。")
         # The mark by which a finished result is told from one that a killed grader left behind.
         nb.metadata.setdefault("launchlab", {})["examined"] = True
         return nb, resources
