@@ -391,6 +391,67 @@ def time_of_submission_not_text(nb, folder):
     return nb
 
 
+@accident(says="没有一起评分")
+def a_terabyte_of_nothing_beside_it(nb, folder):
+    with open(folder / "data.bin", "wb") as file:
+        file.truncate(1 << 40)
+    return nb
+
+
+@accident(opens=EVERYTHING, says="太大了")
+def notebook_of_a_terabyte(_nb, folder):
+    with open(folder / "90_mini.ipynb", "wb") as file:
+        file.truncate(1 << 40)
+
+
+@accident(says="没有一起评分")
+def time_of_submission_of_a_terabyte(nb, folder):
+    with open(folder / "timestamp.txt", "wb") as file:
+        file.truncate(1 << 40)
+    return nb
+
+
+@accident(says="没有一起评分")
+def ten_thousand_files_beside_it(nb, folder):
+    (folder / "many").mkdir()
+    for number in range(10_000):
+        (folder / "many" / str(number)).touch()
+    return nb
+
+
+@accident(says="没有一起评分")
+def folders_without_end_beside_it(nb, folder):
+    here = os.getcwd()
+    try:
+        os.chdir(folder)
+        for _ in range(2000):
+            os.mkdir("d")
+            os.chdir("d")
+    finally:
+        os.chdir(here)
+    return nb
+
+
+@accident(says="没有一起评分")
+def folder_named_like_a_file_of_the_chapter(nb, folder):
+    (folder / "samples.csv").mkdir()
+    (folder / "samples.csv" / "x").touch()
+    return nb
+
+
+@accident(says="没有一起评分")
+def names_that_are_no_text(nb, folder):
+    for name in (b"\xff\xfe.txt", "两行\n的名字.txt".encode(), b"\x1b[31mred\x1b[0m", b"x" * 255):
+        (folder / os.fsdecode(name)).touch()
+    return nb
+
+
+@accident(opens=EVERYTHING, says="不止一个")
+def names_that_are_markup(nb, folder):
+    for name in ("<img src=x onerror=alert(1)>.ipynb", "[link](javascript:alert(1)) <b>.ipynb"):
+        (folder / name).write_bytes(raw(nb))
+
+
 @accident()
 def dangling_link_beside_it(nb, folder):
     (folder / "data").symlink_to("/nowhere/at/all")
@@ -428,3 +489,11 @@ def notebook_is_a_link_to_the_solution(_nb, folder):
 def notebook_is_a_folder(_nb, folder):
     (folder / "90_mini.ipynb").mkdir()
     (folder / "90_mini.ipynb" / "x").touch()
+
+
+@accident()
+def pictures_without_end(nb, _folder):
+    """Each picture is small enough, and there are many."""
+    code = "import base64, os\nfrom IPython.display import display\ndisplay({'image/png': base64.b64encode(b'\\x89PNG\\r\\n' + os.urandom(2 << 20)).decode()}, raw=True)"
+    nb.cells += [new_code_cell(code) for _ in range(20)] + [new_code_cell("print('x' * 60_000)") for _ in range(40)]
+    return nb

@@ -40,6 +40,7 @@ PR_SET_PDEATHSIG = 1
 START_SECONDS = 60.0
 OUTPUT_CHARACTERS = 64_000  # kept of one cell's text
 PICTURE_CHARACTERS = 4 << 20  # kept of one cell's pictures
+ALL_CHARACTERS, ALL_PICTURES = 1 << 20, 16 << 20  # kept of all cells of a notebook together
 # Beside text, by how their files begin. No HTML, no SVG: they may hold a script, and teachers open these pages.
 PICTURES = {"image/png": b"\x89PNG\r\n", "image/jpeg": b"\xff\xd8\xff"}
 OUTPUT_FLOOD = 256 << 20  # bytes of output after which a cell is stopped
@@ -66,6 +67,14 @@ class CellResult:
     outputs: list = field(default_factory=list)
     error: str | None = None
     message: str = ""
+
+
+@dataclass
+class Room:
+    """How much text and how many pictures, in characters, may still be kept of a notebook's outputs."""
+
+    text: int = ALL_CHARACTERS
+    pictures: int = ALL_PICTURES
 
 
 class Kernel:
@@ -186,11 +195,11 @@ class Kernel:
             if parent is None or message["parent_header"].get("msg_id") == parent:
                 return message
 
-    def run_cell(self, code: str, seconds: float, silent: bool = False) -> CellResult:
-        """Execute ``code`` as a notebook cell; raises `KernelDied` or `KernelTimeout`."""
+    def run_cell(self, code: str, seconds: float, silent: bool = False, room: Room | None = None) -> CellResult:
+        """Execute ``code`` as a notebook cell; raises `KernelDied` or `KernelTimeout`. ``room``: what its outputs are taken from."""
         deadline = time.monotonic() + seconds
         parent = self.client.execute(code, silent=silent, allow_stdin=False, stop_on_error=False)
-        collected = _Outputs()
+        collected = _Outputs(room or Room())
         while True:
             message = self._next_iopub(deadline)
             if message["parent_header"].get("msg_id") != parent:
@@ -216,7 +225,7 @@ class Kernel:
         content = {"comm_id": TARGET, "data": {"ask": json.dumps({**request, "n": self._number})}}
         message = session.msg("comm_msg", content)
         session.send(socket.socket, message, buffers=blobs)
-        flood = _Outputs()
+        flood = _Outputs(Room())
         while True:
             message = self._next_iopub(deadline)
             if message["msg_type"] != "comm_msg" or message["content"].get("comm_id") != TARGET:
@@ -335,11 +344,12 @@ def _ignore(*patterns: str) -> Callable[[str, list[str]], set[str]]:
 
 
 class _Outputs:
-    """Collects a cell's outputs up to a size; raises `KernelDied` for a flood."""
+    """Collects a cell's outputs up to a size, and as long as there is room; raises `KernelDied` for a flood."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: Room) -> None:
         self.outputs: list = []
-        self._kept = self._pictures = self._seen = 0
+        self._room, self._text, self._pictures = room, OUTPUT_CHARACTERS, PICTURE_CHARACTERS
+        self._seen = 0
 
     def count(self, message: dict) -> None:
         self._seen += len(str(message["content"])) + sum(map(len, message["buffers"]))
@@ -365,15 +375,17 @@ class _Outputs:
                     self.outputs.append(new_output("display_data", data=shown))
 
     def _cut(self, text: Any) -> str:
-        if type(text) is not str or not text or self._kept >= OUTPUT_CHARACTERS:
+        left = min(self._text, self._room.text)
+        if type(text) is not str or not text or left <= 0:
             return ""
         text = text.encode("utf-8", errors="replace").decode()
-        room, self._kept = OUTPUT_CHARACTERS - self._kept, self._kept + len(text)
-        return text if len(text) <= room else text[:room] + "\n…（输出太长，其余从略）\n"
+        self._text -= len(text)
+        self._room.text -= min(len(text), left)
+        return text if len(text) <= left else text[:left] + "\n…（输出太长，其余从略）\n"
 
     def _picture(self, text: Any, magic: bytes) -> str:
         """A picture as base64 and nothing else: it is put into the attributes of a page as it stands."""
-        if type(text) is not str or self._pictures + len(text) > PICTURE_CHARACTERS:
+        if type(text) is not str or len(text) > min(self._pictures, self._room.pictures):
             return ""
         try:
             picture = base64.b64decode("".join(text.split()), validate=True)
@@ -381,7 +393,8 @@ class _Outputs:
             return ""
         if not picture.startswith(magic):
             return ""
-        self._pictures += len(text)
+        self._pictures -= len(text)
+        self._room.pictures -= len(text)
         return base64.b64encode(picture).decode()
 
 

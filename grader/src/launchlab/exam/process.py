@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launchlab.exam.judge import CRASHED, FAILED, TIMED_OUT
-from launchlab.exam.kernel import CellResult, Kernel, KernelDied, KernelTimeout
+from launchlab.exam.kernel import CellResult, Kernel, KernelDied, KernelTimeout, Room
 from launchlab.exam.memory import Block, CudaError, in_blocks
 from launchlab.exam.party import Party, PartyError, PartyLost
 from launchlab.exam.watch import NoRoom
@@ -48,6 +48,7 @@ class Process(Party):
         self.outputs: dict[int, list] = {}
         self.errors: dict[int, CellResult] = {}
         self.deadly: dict[int, tuple[str, str]] = {}
+        self._room = Room()
         self._make_kernel = make_kernel
         self._kernel: Kernel | None = None
         self._spent = 0.0
@@ -93,7 +94,8 @@ class Process(Party):
             self.deadly[cell.index] = (TIMED_OUT, "单元没有轮到运行：前面的单元用完了时间")
             return True
         try:
-            result = self._kernel.run_cell(cell.source, seconds)
+            kept = cell.index in self.outputs  # from the first time: what it puts out now takes no room
+            result = self._kernel.run_cell(cell.source, seconds, room=None if kept else self._room)
             poison = self.ask("probe") if self.gpu else None
             if poison:
                 raise KernelDied(f"CUDA 上下文被破坏：{poison}")

@@ -18,6 +18,7 @@ from launchlab.exam import family
 from launchlab.exam.limits import MOST_TASKS, family_memory
 
 GLANCE_SECONDS, LOOK_SECONDS = 0.03, 0.25
+TASKS_SEEN = MOST_TASKS * 5 // 4  # where the kernel refuses more than MOST_TASKS, a program is told so, and lives
 LEAST_DISK = 1 << 30  # bytes to be left free where a student's process may write
 LEAST_GPU = 0.02  # of the GPU's memory, to be left free for the reference and the examiner
 SETTLE_SECONDS = 5.0  # for the GPU memory of a family that has ended to be free again
@@ -71,15 +72,15 @@ class Watch:
             now = time.monotonic()
             if now < self._not_before:
                 continue
-            if now >= next_look or running_tasks() > self._before + MOST_TASKS:
+            if now >= next_look or running_tasks() > self._before + TASKS_SEEN:
                 next_look = now + LOOK_SECONDS
                 if self._alive():
                     self._act(self._share(sure=False))
 
     def _share(self, sure: bool) -> str | None:
         """What the family takes too much of (Chinese), or None. ``sure``: a GPU nearly full need not be seen twice."""
-        pids = family.family(self._root, most=MOST_TASKS)
-        if len(pids) > MOST_TASKS or family.tasks(pids) > MOST_TASKS:
+        pids = family.family(self._root, most=TASKS_SEEN)
+        if len(pids) > TASKS_SEEN or family.tasks(pids) > TASKS_SEEN:
             return f"它同时运行的进程和线程超过了 {MOST_TASKS} 个，已停止"
         limit = family_memory()
         if family.resident(pids) > limit and family.memory(pids) > limit:

@@ -27,12 +27,14 @@ from launchlab.course.release import pristine
 from launchlab.exam import sandbox
 from launchlab.exam.examine import Master
 from launchlab.grading import WITHOUT_SANDBOX
+from launchlab.grading.beside import Amount, too_much
 from launchlab.grading.turn import turn
 from launchlab.manifest import chapter
 
 LARGEST = 64 << 20  # bytes of a notebook file
 MOST_CELLS = 2000
 LONGEST = 1 << 20  # characters of one cell
+TOO_LARGE = "文件有 {} MiB，太大了。请在 JupyterLab 里清除输出（Edit → Clear Outputs of All Cells），保存后重新提交。"
 
 
 class Refused(Exception):
@@ -110,7 +112,7 @@ def refusal(release: NotebookNode, reason: str) -> NotebookNode:
 
 def _parse(data: bytes, notes: list[str]) -> dict:
     if len(data) > LARGEST:
-        raise Refused(f"文件有 {len(data) >> 20} MiB，太大了。请在 JupyterLab 里清除输出（Edit → Clear Outputs of All Cells），保存后重新提交。")
+        raise Refused(TOO_LARGE.format(len(data) >> 20))
     if not data.strip(b"\0 \t\r\n"):
         raise Refused("文件是空的。请打开笔记本确认内容还在，保存后重新提交。")
     text = None
@@ -201,16 +203,19 @@ class IntakeExporter(NotebookExporter):
         self.coursedir = converter.coursedir
         turn.take(self)
         gradebook.ensure(self.coursedir.assignment_id, self.coursedir)
-        self._release = pristine(chapter(self.coursedir.assignment_id))
+        self._chapter = chapter(self.coursedir.assignment_id)
+        self._release = pristine(self._chapter)
+        self._aside: dict[Path, list[str]] = {}  # submission's folder -> what of it was set aside
         submitted = self.coursedir.format_path(self.coursedir.submitted_directory, self.coursedir.student_id, self.coursedir.assignment_id)
         for folder in map(Path, glob.glob(submitted)):
             try:
                 self._check_place(folder)
+                self._set_aside(folder)
                 self._unlink(folder)
                 self._check_time(folder)
                 converter.assignments[str(folder)] = [str(self._notebook(folder))]
                 self._sweep(folder)
-            except (OSError, Refused) as error:
+            except Exception as error:  # noqa: BLE001 - whatever a folder holds, the others are graded
                 # Nothing of it can be read or set right: nbgrader would stop at it, so it never sees it.
                 self.log.error("%s: 没有评分：%s。请检查这个文件夹后重新收卷。", folder, error)
                 converter.assignments.pop(str(folder), None)
@@ -228,6 +233,7 @@ class IntakeExporter(NotebookExporter):
             self.log.exception("intake of %s failed", filename)
             reason = "读取这份提交时出了意外的错误，请教师查看日志。"
             nb, notes = refusal(release, reason), [reason]
+        notes += self._aside.get(Path(filename).resolve().parent, [])
         if notes:
             self.log.warning("%s: %s", filename, "；".join(notes))
             nb.metadata.setdefault("launchlab", {})["notes"] = notes
@@ -259,6 +265,24 @@ class IntakeExporter(NotebookExporter):
         for path in [path for path in folder.rglob("*") if path.is_symlink() or not (path.is_file() or path.is_dir())]:
             self.log.warning("%s: no plain file, removed", path)
             path.unlink()
+
+    def _set_aside(self, folder: Path) -> None:
+        """Move out of a submission what it would cost too much to take along, and what lies where a file of the chapter's goes."""
+        given = {path.name: path.is_dir() for path in self._chapter.solution.parent.iterdir()}
+        wanted, amount = folder / self._chapter.solution.name, Amount()
+        for path in sorted(folder.iterdir(), key=os.fsencode):
+            if path.name.startswith(".") or (path == wanted and path.is_file()):  # hidden files are never copied
+                continue
+            why = "这个名字是课程自己的" if path.name in given and (path.is_dir() or given[path.name]) else too_much(path, amount)
+            if why is None:
+                continue
+            place = BUILD / "set_aside" / folder.parent.name / folder.name
+            place.mkdir(parents=True, exist_ok=True)
+            number = len(list(place.iterdir()))
+            path.rename(place / f"{number}-{os.fsencode(path.name)[:40].decode(errors='replace')}")
+            note = f"笔记本旁边的 {path.name[:40].encode(errors='replace').decode()} 没有一起评分：{why}。"
+            self.log.warning("%s: %s", folder, note)
+            self._aside.setdefault(folder.resolve(), []).append(note)
 
     def _check_time(self, folder: Path) -> None:
         """Set a time of submission aside that nbgrader cannot read: it would not grade the submission."""
@@ -294,6 +318,8 @@ def _notebooks(folder: Path) -> list[Path]:
 def _read(path: Path) -> bytes:
     """The bytes of a notebook handed in; raises `Refused` if there is no such file."""
     if path.is_file():
+        if path.stat().st_size > LARGEST:
+            raise Refused(TOO_LARGE.format(path.stat().st_size >> 20))
         return path.read_bytes()
     others = "、".join(other.name for other in _notebooks(path.parent))
     if others:

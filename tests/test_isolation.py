@@ -1,0 +1,382 @@
+"""What a submission's processes may take, see and leave: tried with programs that try."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from course_copy import NAME, Course, once
+
+from launchlab.exam import family, limits, sandbox, watch
+from launchlab.exam.kernel import Kernel, KernelDied
+from launchlab.exam.party import PartyLost
+from launchlab.exam.process import Cell, Process
+from launchlab.exam.remote import Namespace
+from launchlab.exam.watch import NoRoom
+
+needs_sandbox = pytest.mark.skipif(not sandbox.works(), reason="bubblewrap is not installed, or may not be used here")
+BOTH = [pytest.param(True, marks=needs_sandbox, id="sandboxed"), pytest.param(False, id="plain")]
+MARK = f"import time; time.sleep(97{os.getpid()})"
+
+
+@pytest.fixture
+def start():
+    """Starts kernels as grading does, and ends them."""
+    started = []
+
+    def make(sandboxed: bool) -> Kernel:
+        started.append(Kernel(sandboxed=sandboxed))
+        started[-1].wait_ready()
+        return started[-1]
+
+    yield make
+    for kernel in started:
+        kernel.close()
+
+
+def told(kernel: Kernel, code: str, seconds: float = 30) -> object:
+    """What a cell prints as JSON."""
+    result = kernel.run_cell(code, seconds)
+    assert result.error is None, result
+    return json.loads("".join(output.text for output in result.outputs if output.output_type == "stream"))
+
+
+def ends(kernel: Kernel, code: str, says: str) -> None:
+    """Running ``code`` costs the process its life, soon, for a reason that says so."""
+    began = time.monotonic()
+    with pytest.raises(KernelDied, match=says):
+        kernel.run_cell(code, 30)
+        time.sleep(2 * watch.LOOK_SECONDS)
+        kernel.check_share()
+    assert time.monotonic() - began < 15
+
+
+def running(mark: str) -> list[int]:
+    """Processes with ``mark`` among their arguments."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (process / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+def gone(mark: str, seconds: float = 5) -> bool:
+    until = time.monotonic() + seconds
+    while running(mark):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+# --- processes -------------------------------------------------------------------------------------------
+
+CROWD = f"""
+import os, sys
+started, refused = 0, 0
+for _ in range({watch.TASKS_SEEN + 300}):
+    try:
+        if os.fork() == 0:
+            os.setsid()
+            os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", {MARK!r}])
+        started += 1
+    except OSError:
+        refused += 1
+import json
+print(json.dumps([started, refused]))
+"""
+
+
+@pytest.mark.parametrize("by", ["kernel", "watch"])
+@pytest.mark.parametrize("sandboxed", BOTH)
+def test_nobody_starts_more_processes_than_allowed(start, monkeypatch, sandboxed, by):
+    if by == "watch":  # as where neither a control group nor a user namespace can be had
+        monkeypatch.setattr(limits.Group, "make", lambda name: None)
+        monkeypatch.setattr(sandbox, "counts_tasks", lambda: False)
+    kernel = start(sandboxed)
+    if by == "kernel" and kernel._group is None:
+        pytest.skip("control groups cannot be made here")
+    if by == "kernel":
+        started, refused = told(kernel, CROWD)
+        assert 100 < started < limits.MOST_TASKS and refused >= 300
+    else:
+        ends(kernel, CROWD, "进程和线程超过")
+    kernel.close()
+    assert gone(MARK)
+
+
+def test_a_users_own_namespace_limits_its_processes(tmp_path, monkeypatch):
+    """RLIMIT_NPROC inside of a sandbox, for a user who is not root: by a shell that starts sleepers until it is refused."""
+    if not sandbox.counts_tasks():
+        pytest.skip("no sandbox with a user namespace of its own here")
+    monkeypatch.setattr(limits, "MOST_TASKS", 40)
+    for name in ("python_paths", "hidden"):  # not readable for everybody, and not needed
+        monkeypatch.setattr(sandbox, name, lambda: [])
+    script = 'n=0; while [ $n -lt 100 ]; do sleep 20 & n=$((n+1)); echo $n; done'
+    with subprocess.Popen(["mktemp", "-d", "/tmp/ll-test-XXXXXX"], stdout=subprocess.PIPE, text=True) as made:
+        folder = Path(made.stdout.read().strip())
+    folder.chmod(0o777)
+    other = [] if os.geteuid() else ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+    try:
+        counts = {}
+        for name, command in (("limited", limits.few_tasks(["/bin/sh", "-c", script])), ("control", ["/bin/sh", "-c", script])):
+            wrapped = [*other, *sandbox.wrap(command, folder, {"PATH": "/usr/bin:/bin"})]
+            ended = subprocess.run(wrapped, capture_output=True, text=True, timeout=30, check=False)
+            counts[name] = int(ended.stdout.split()[-1])
+    finally:
+        folder.rmdir()
+    assert 20 < counts["limited"] < 41 and counts["control"] == 100
+
+
+@needs_sandbox
+def test_limits_cannot_be_lifted(start):
+    kernel = start(True)
+    lifted = told(kernel, """
+import json, os, resource
+from pathlib import Path
+won = []
+for name in ("RLIMIT_DATA", "RLIMIT_FSIZE"):
+    try:
+        resource.setrlimit(getattr(resource, name), (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        won.append(name)
+    except (OSError, ValueError):
+        pass
+group = [line.split(":") for line in Path("/proc/self/cgroup").read_text().splitlines()]
+places = [Path("/sys/fs/cgroup", names, path.lstrip("/"), file) for _, names, path in group for file in ("cgroup.procs", "pids.max")]
+for path in [*places, *(path.parents[1] / "cgroup.procs" for path in places), Path("/proc/1/cgroup"), Path("/proc/sys/kernel/pid_max"), Path("/sys/power/state")]:
+    try:
+        path.write_text(str(os.getpid()))
+        won.append(str(path))
+    except OSError:
+        pass
+for call in (lambda: os.setuid(1), lambda: os.setgroups([0]), lambda: os.nice(-5), lambda: os.mknod("device", 0o60666, os.makedev(8, 0)), lambda: os.chroot("/"), lambda: os.sethostname("x") if hasattr(os, "sethostname") else open("/nowhere")):
+    try:
+        call()
+        won.append("a privileged call")
+    except OSError:
+        pass
+print(json.dumps(won))
+""")  # fmt: skip
+    assert lifted == []
+
+
+# --- memory, disk, GPU -----------------------------------------------------------------------------------
+
+HOARD = """
+import os, time
+for _ in range(4):
+    if os.fork() == 0:
+        kept = bytearray(b"x") * (200 << 20)
+        time.sleep(60)
+time.sleep(20)
+"""
+
+
+@pytest.mark.parametrize("sandboxed", BOTH)
+def test_a_family_holds_no_more_memory_than_allowed(start, monkeypatch, sandboxed):
+    monkeypatch.setattr(watch, "family_memory", lambda: 600 << 20)
+    ends(start(sandboxed), HOARD, "内存")
+
+
+def test_pages_that_are_shared_count_once(start, monkeypatch):
+    """Children of a large process do not look like a crowd of large processes."""
+    monkeypatch.setattr(watch, "family_memory", lambda: 600 << 20)
+    kernel = start(sandbox.works())
+    shared = "import os, time\nkept = bytearray(b'x') * (200 << 20)\nfor _ in range(8):\n    if os.fork() == 0:\n        time.sleep(60)\ntime.sleep(1)"
+    assert kernel.run_cell(shared, 20).error is None
+    kernel.check_share()
+    pids = family.family(kernel.process.pid)
+    assert family.resident(pids) > 600 << 20 > family.memory(pids) > 200 << 20  # control: by a careless count it would be too much
+
+
+def test_a_disk_nearly_full_is_not_filled(start, monkeypatch):
+    monkeypatch.setattr(watch, "shutil", SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=50 << 20)))
+    monkeypatch.setattr(watch, "LEAST_DISK", 100 << 20)
+    modest, greedy = start(sandbox.works()), start(sandbox.works())
+    write = "import time\nwith open('big', 'wb') as file:\n    file.write(b'x' * (%d << 20))\ntime.sleep(1)"
+    assert modest.run_cell(write % 20, 20).error is None
+    modest.check_share()  # somebody else has filled it
+    ends(greedy, write % 200, "磁盘")
+
+
+class Gpu:
+    """Stands for NVML, which is asked for the memory that is free: nearly none while ``hoarder`` runs."""
+
+    def __init__(self, hoarder: Kernel | None):
+        self.hoarder = hoarder
+
+    def __call__(self) -> tuple[int, int]:
+        return (1 << 20 if self.hoarder is None or self.hoarder.process.poll() is None else 900 << 20), 1000 << 20
+
+
+def test_who_takes_all_gpu_memory_is_ended_for_it(start, monkeypatch):
+    kernel = start(sandbox.works())
+    monkeypatch.setattr(watch, "free_memory", Gpu(kernel))
+    with pytest.raises(KernelDied, match="显存"):
+        kernel.check_share()
+    with pytest.raises(KernelDied, match="显存"):  # also when it is asked again
+        kernel.run_cell("1", 5)
+
+
+def test_who_did_not_take_the_gpu_memory_is_not_blamed(start, monkeypatch):
+    kernel = start(sandbox.works())
+    monkeypatch.setattr(watch, "SETTLE_SECONDS", 0.3)
+    monkeypatch.setattr(watch, "free_memory", Gpu(None))
+    with pytest.raises(NoRoom, match="不是这份提交"):
+        kernel.check_share()
+
+
+@needs_sandbox
+def test_what_lies_in_memory_is_limited_too(start):
+    found = told(start(True), "import json, os\nprint(json.dumps([os.statvfs(p).f_blocks * os.statvfs(p).f_frsize for p in ('/tmp', '/dev/shm')]))")
+    assert all(0 < size <= sandbox.LARGEST_SCRATCH for size in found) or "--size" not in sandbox._options()
+
+
+# --- sight -----------------------------------------------------------------------------------------------
+
+
+@needs_sandbox
+def test_what_examines_is_out_of_sight(start):
+    found = told(start(True), """
+import json, sys
+from pathlib import Path
+import launchlab
+package = Path(launchlab.__file__).parent
+seen = []
+for path in package.rglob("*"):
+    try:
+        if path.is_file() and path.read_bytes():
+            seen.append(path.relative_to(package).as_posix())
+    except OSError:
+        pass
+import importlib, pkgutil, launchlab.lab, launchlab.exam.agent
+for each in pkgutil.iter_modules(launchlab.lab.__path__):
+    importlib.import_module("launchlab.lab." + each.name)
+used = [Path(module.__file__).relative_to(package).as_posix() for name, module in sys.modules.items() if name.startswith("launchlab") and module.__file__]
+print(json.dumps([seen, used, [str(path) for path in package.parents[1].glob("*")]]))
+""")  # fmt: skip
+    seen, used, beside = found
+    assert set(used) <= set(seen)  # whatever notebooks import is there
+    modules = {path for path in seen if path.endswith(".py")}
+    unused = modules - set(used)
+    assert all(path.startswith("lab/") for path in unused), unused  # and nothing else of ours
+    assert not any(word in path for path in seen for word in ("grading", "demo", "examine", "sandbox", "gradebook"))
+    assert all(path.endswith("/src") for path in beside), beside
+
+
+# --- ends ------------------------------------------------------------------------------------------------
+
+LEAVES = f"""
+import os, signal, sys
+for kill_keeper in (False, KILL):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
+            if kill_keeper:
+                os.kill(KEEPER, signal.SIGKILL)
+            os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", {MARK!r}])
+        os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("kill_keeper", [False, True], ids=["leaves", "and kills its keeper"])
+def test_children_that_leave_do_not_survive_without_a_sandbox(start, kill_keeper):
+    kernel = start(False)
+    assert family.family(kernel.process.pid)[1:]  # control: the keeper is not the kernel itself
+    try:
+        kernel.run_cell(LEAVES.replace("KILL", str(kill_keeper), 1).replace("KEEPER", "os.getppid()" if not kill_keeper else str(kernel.process.pid)), 10)
+    except KernelDied:
+        assert kill_keeper
+    until = time.monotonic() + 5
+    while len(running(MARK)) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert len(running(MARK)) == 2  # control
+    folder = kernel.folder
+    kernel.close()
+    assert gone(MARK) and not folder.exists()
+
+
+def test_children_are_ended_with_a_process_that_ends_itself(start):
+    kernel = start(False)
+    with pytest.raises(KernelDied, match="退出码 7"):
+        kernel.run_cell(LEAVES.replace("KILL", "False", 1) + "\nimport time\ntime.sleep(0.5)\nos._exit(7)", 10)
+    assert gone(MARK)
+
+
+def test_an_examiner_killed_leaves_nobody_who_has_left(tmp_path):
+    code = (
+        "import sys, time\nfrom launchlab.exam.kernel import Kernel\nkernel = Kernel(sandboxed=False)\nkernel.wait_ready()\n"
+        f"kernel.run_cell({LEAVES.replace('KILL', 'False', 1)!r}, 10)\nprint('ready', flush=True)\ntime.sleep(1000)"
+    )
+    examiner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert examiner.stdout.readline() == "ready\n"
+    until = time.monotonic() + 5
+    while len(running(MARK)) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    examiner.kill()
+    examiner.wait()
+    assert gone(MARK)
+
+
+def test_a_share_overdrawn_costs_one_exercise(monkeypatch):
+    """The process is started anew without the cell that took too much; with a function that does, at the next ask."""
+    monkeypatch.setattr(watch, "family_memory", lambda: 600 << 20)
+    cells = [Cell(0, "def good():\n    return 1"), Cell(1, HOARD), Cell(2, "def bad():\n" + "\n".join(f"    {line}" for line in HOARD.strip().splitlines()))]
+    party = Process(cells, partial(Kernel, sandboxed=sandbox.works()), gpu=False)
+    try:
+        assert Namespace(party).good() == 1
+        assert "内存" in party.deadly[1][1]
+        with pytest.raises(PartyLost, match="内存"):
+            Namespace(party).bad()
+        assert Namespace(party).good() == 1
+    finally:
+        party.close()
+
+
+def test_sweeping_follows_no_link(tmp_path, monkeypatch):
+    """Anybody may put a link with the name of an examiner's folder into the machine's temporary folder."""
+    from launchlab.exam import kernel
+
+    monkeypatch.setattr(kernel.tempfile, "gettempdir", lambda: str(tmp_path))
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "file").touch(mode=0o400)
+    (tmp_path / "ll-999999999-link").symlink_to(home)
+    (tmp_path / "ll-999999999-left").mkdir()
+    kernel.sweep()
+    assert not (tmp_path / "ll-999999999-left").exists()  # control
+    assert (home / "file").stat().st_mode & 0o777 == 0o400
+
+
+# --- without a sandbox -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def course(tmp_path_factory) -> Course:
+    def make(folder: Path) -> None:
+        course = Course.make(folder)
+        course.hand_in("a", course.honest)
+
+    return Course(once(tmp_path_factory, "unprotected", make))
+
+
+def test_a_class_is_not_graded_without_a_sandbox_unless_asked(course, tmp_path, monkeypatch):
+    for name in ("sh", "chmod", "rm", "env", "readlink"):  # a PATH without bubblewrap
+        (tmp_path / name).symlink_to(f"/usr/bin/{name}" if Path(f"/usr/bin/{name}").exists() else f"/bin/{name}")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, text = course.nbgrader("autograde", NAME)
+    assert code == 1 and "--no-sandbox" in text and "没有安装 bubblewrap" in text, text
+    assert not (course.build / "reports").exists()
+    code, text = course.nbgrader("autograde", NAME, "--IntakeExporter.no_sandbox=True")
+    assert code == 0 and "没有沙箱的情况下评分" in text, text
+    assert course.report("a")["sandbox"] == "none" and set(course.marks()["a"].values()) == {2.0, 3.0}
