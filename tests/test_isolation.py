@@ -119,7 +119,7 @@ def test_a_users_own_namespace_limits_its_processes(tmp_path, monkeypatch):
         pytest.skip("no sandbox with a user namespace of its own here")
     monkeypatch.setattr(limits, "MOST_TASKS", 40)
     for name in ("python_paths", "hidden"):  # not readable for everybody, and not needed
-        monkeypatch.setattr(sandbox, name, lambda: [])
+        monkeypatch.setattr(sandbox, name, list)
     script = 'n=0; while [ $n -lt 100 ]; do sleep 20 & n=$((n+1)); echo $n; done'
     with subprocess.Popen(["mktemp", "-d", "/tmp/ll-test-XXXXXX"], stdout=subprocess.PIPE, text=True) as made:
         folder = Path(made.stdout.read().strip())
