@@ -104,7 +104,7 @@ def case(attack: attack_files.Attack) -> dict:
 
 def left_behind() -> list[str]:
     """Folders and processes of exams of this process that are still there a moment later, those of the reference apart."""
-    until = time.monotonic() + 3
+    until = time.monotonic() + 10
     while (found := remains()) and time.monotonic() < until:
         time.sleep(0.05)
     return found

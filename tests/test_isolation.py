@@ -8,12 +8,16 @@ import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
+import numpy as np
 import pytest
 from course_copy import NAME, Course, once
 
 from launchlab.exam import family, limits, sandbox, watch
+from launchlab.exam.examine import Master
 from launchlab.exam.kernel import Kernel, KernelDied
+from launchlab.exam.memory import Buffer, in_blocks
 from launchlab.exam.party import PartyLost
 from launchlab.exam.process import Cell, Process
 from launchlab.exam.remote import Namespace
@@ -240,6 +244,42 @@ def test_what_lies_in_memory_is_limited_too(start):
     assert all(0 < size <= sandbox.LARGEST_SCRATCH for size in found) or "--size" not in sandbox._options()
 
 
+class Memory:
+    """Stands for a block of the examiner's GPU memory; ``freed`` lists those that were given up."""
+
+    freed: ClassVar[list] = []
+
+    def __init__(self, size: int):
+        self.size = in_blocks(size)
+
+    def handle(self) -> str:
+        return "00"
+
+    def free(self) -> None:
+        self.freed.append(self)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_memory_lent_to_a_students_process_is_lent_to_nobody_else(monkeypatch, trusted):
+    monkeypatch.setattr("launchlab.exam.process.Block", Memory)
+    monkeypatch.setattr(Memory, "freed", [])
+    party = Process([], lambda: SimpleNamespace(wait_ready=lambda: None, close=lambda: None), gpu=False, trusted=trusted)
+    party.ask = lambda op, **fields: None  # it says yes to everything, and may keep what it was to give back
+    lent = []
+    for size in (5, 6, 3 << 20):
+        buffer = Buffer(np.zeros(size, np.uint8))
+        buffer.write = lambda data: data
+        buffer.bind(party)
+        lent.append(buffer.block)
+        party.used = True
+        party.forget()
+    assert (Memory.freed == lent) is trusted
+    if not trusted:
+        assert Memory.freed == [] and lent[0] is lent[1] is not lent[2]  # it may have again what it had before
+    party.close()
+    assert set(Memory.freed) == set(lent)
+
+
 # --- sight -----------------------------------------------------------------------------------------------
 
 
@@ -270,6 +310,18 @@ print(json.dumps([seen, used, [str(path) for path in package.parents[1].glob("*"
     assert all(path.startswith("lab/") for path in unused), unused  # and nothing else of ours
     assert not any(word in path for path in seen for word in ("grading", "demo", "examine", "sandbox", "gradebook"))
     assert all(path.endswith("/src") for path in beside), beside
+
+
+@needs_sandbox
+def test_the_reference_has_a_sandbox_too(mini):
+    """It may have to load what learners built."""
+    reference = Namespace(Master.of(mini).reference.process)
+    probe = "import os, socket\ndef seen(path):\n    return [os.path.exists(path), os.getpid() < 100, len(socket.if_nameindex())]\n"
+    try:
+        assert reference.define(probe, "seen")(str(mini.solution)) == [False, True, 1]
+        assert reference.total_us(5.0, 1, 2.0) == 7.0
+    finally:
+        Master.dismiss()
 
 
 # --- ends ------------------------------------------------------------------------------------------------

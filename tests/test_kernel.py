@@ -1,5 +1,6 @@
 """A student's process from outside: its deaths, its floods, its limits, and what it can reach."""
 
+import contextlib
 import json
 import os
 import socket
@@ -79,25 +80,40 @@ def test_deadlines_and_floods(start):
     assert time.monotonic() - began < 6
 
 
-def test_a_flood_of_output_is_stopped_and_costs_little_memory(start):
-    kernel = start()
+@contextlib.contextmanager
+def little_memory(most: int):
+    """This process must not grow by more than ``most`` bytes meanwhile."""
     peak = [0]
     over = threading.Event()
 
     def watch() -> None:
-        while not over.wait(0.05):
+        while not over.wait(0.02):
             peak[0] = max(peak[0], resident(os.getpid()))
 
     before = resident(os.getpid())
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        with pytest.raises((KernelDied, KernelTimeout)):
-            kernel.run_cell("import sys\nwhile True:\n    sys.stdout.write('x' * 30_000_000)\n    sys.stdout.flush()", 20)
+        yield
     finally:
         over.set()
         watcher.join()
-    assert peak[0] - before < 2 << 30
+    assert peak[0] - before < most
+
+
+def test_a_flood_of_output_is_stopped_and_costs_little_memory(start):
+    kernel = start()
+    with little_memory(2 << 30), pytest.raises((KernelDied, KernelTimeout)):
+        kernel.run_cell("import sys\nwhile True:\n    sys.stdout.write('x' * 30_000_000)\n    sys.stdout.flush()", 20)
+
+
+def test_a_reply_of_millions_of_values_costs_little_memory(start):
+    """A list of nothing takes three bytes there and sixty-four here."""
+    kernel = start()
+    kernel.run_cell("from launchlab.exam.agent import Agent\nAgent.answer = lambda self, text, blobs: ('{\"n\": 1, \"value\": [' + '[],' * 30_000_000 + '0]}', [])", 10)
+    with little_memory(1 << 30), pytest.raises(KernelTimeout):
+        kernel.ask({"op": "value", "name": "x"}, [], 8)
+    assert kernel.run_cell("6 * 7", 20).outputs[0].data["text/plain"] == "42"  # control: it can still be heard
 
 
 def resident(pid: int) -> int:

@@ -186,17 +186,17 @@ def about_sandbox(where: Surroundings, installed: bool, works: bool) -> Finding:
         return Finding("沙箱", "ok", "bubblewrap", "评分时，学生的代码没有网络，文件系统只读")
     alone = "只评自己的笔记本时不需要；评全班时，"
     if not installed:
-        meaning = "评分时没有沙箱，学生的代码能看到这台机器的文件和网络"
+        meaning = "评全班会被拒绝，除非加 --no-sandbox：那时学生的代码能看到这台机器的文件和网络"
         return Finding("沙箱", "warning", "没有 bubblewrap", meaning, f"{alone}请安装：sudo apt install bubblewrap")
-    meaning = "系统不允许用户命名空间（user namespace），评分时没有沙箱"
+    meaning = "系统不允许用户命名空间（user namespace），评全班会被拒绝，除非加 --no-sandbox"
     if where.forbidden:
         allowed = {"user.max_user_namespaces": 10_000, "kernel.unprivileged_userns_clone": 1}.get(where.forbidden, 0)
-        meaning = f"内核的设置 {where.forbidden} 不允许用户命名空间（user namespace），评分时没有沙箱"
+        meaning = f"内核的设置 {where.forbidden} 不允许用户命名空间（user namespace），评全班会被拒绝，除非加 --no-sandbox"
         host = "请宿主机的管理员" if where.container else "请管理员"
         return Finding("沙箱", "warning", "bubblewrap 启动失败", meaning, f"{alone}{host}运行：sudo sysctl {where.forbidden}={allowed}")
     if where.container:
         options = "--security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined"
-        meaning = "容器不允许用户命名空间（user namespace），评分时没有沙箱"
+        meaning = "容器不允许用户命名空间（user namespace），评全班会被拒绝，除非加 --no-sandbox"
         action = f"{alone}启动容器时加上 {options}；租来的容器改不了这些选项，请换用虚拟机"
         return Finding("沙箱", "warning", "bubblewrap 启动失败", meaning, action)
     return Finding("沙箱", "warning", "bubblewrap 启动失败", meaning, f"{alone}请让管理员允许用户命名空间")

@@ -21,7 +21,7 @@ GLANCE_SECONDS, LOOK_SECONDS = 0.03, 0.25
 TASKS_SEEN = MOST_TASKS * 5 // 4  # where the kernel refuses more than MOST_TASKS, a program is told so, and lives
 LEAST_DISK = 1 << 30  # bytes to be left free where a student's process may write
 LEAST_GPU = 0.02  # of the GPU's memory, to be left free for the reference and the examiner
-SETTLE_SECONDS = 5.0  # for the GPU memory of a family that has ended to be free again
+SETTLE_SECONDS = 10.0  # for the GPU memory of a family that has ended to be free again
 GPU_FULL = "它把显存用完了，已停止"
 
 
