@@ -25,7 +25,7 @@ from launchlab.exam.watch import NoRoom
 
 needs_sandbox = pytest.mark.skipif(not sandbox.works(), reason="bubblewrap is not installed, or may not be used here")
 BOTH = [pytest.param(True, marks=needs_sandbox, id="sandboxed"), pytest.param(False, id="plain")]
-MARK = f"import time; time.sleep(97{os.getpid()})"
+MARK = f"97{os.getpid()}"  # seconds to sleep, by which the sleepers of this test run are known
 
 
 @pytest.fixture
@@ -84,13 +84,13 @@ def gone(mark: str, seconds: float = 5) -> bool:
 # --- processes -------------------------------------------------------------------------------------------
 
 CROWD = f"""
-import os, sys
+import os
 started, refused = 0, 0
 for _ in range({watch.TASKS_SEEN + 300}):
     try:
         if os.fork() == 0:
             os.setsid()
-            os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", {MARK!r}])
+            os.execv("/bin/sleep", ["sleep", {MARK!r}])
         started += 1
     except OSError:
         refused += 1
@@ -327,7 +327,7 @@ def test_the_reference_has_a_sandbox_too(mini):
 # --- ends ------------------------------------------------------------------------------------------------
 
 LEAVES = f"""
-import os, signal, sys
+import os, signal
 for kill_keeper in (False, KILL):
     if os.fork() == 0:
         os.setsid()
@@ -336,7 +336,7 @@ for kill_keeper in (False, KILL):
                 signal.signal(number, signal.SIG_IGN)
             if kill_keeper:
                 os.kill(KEEPER, signal.SIGKILL)
-            os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", {MARK!r}])
+            os.execv("/bin/sleep", ["sleep", {MARK!r}])
         os._exit(0)
 """
 
