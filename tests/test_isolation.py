@@ -380,6 +380,25 @@ def test_an_examiner_killed_leaves_nobody_who_has_left(tmp_path):
     assert gone(MARK)
 
 
+@needs_sandbox
+def test_an_examiner_killed_while_a_sandbox_starts_leaves_nobody():
+    """bubblewrap's first process may not yet know then that it is to die with its parent."""
+    code = (
+        "from launchlab.exam.kernel import Kernel\nfrom launchlab.exam import sandbox\nsandbox.counts_tasks()\nprint('go', flush=True)\n"
+        "while True:\n    Kernel(sandboxed=True).close()"
+    )
+    for turn in range(10):
+        examiner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        examiner.stdout.readline()
+        time.sleep(0.012 * turn)
+        examiner.kill()
+        examiner.wait()
+        until = time.monotonic() + 5
+        while left := family.marked(f"/ll-{examiner.pid}-"):
+            assert time.monotonic() < until, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
+            time.sleep(0.05)
+
+
 def test_a_share_overdrawn_costs_one_exercise(monkeypatch):
     """The process is started anew without the cell that took too much; with a function that does, at the next ask."""
     monkeypatch.setattr(watch, "family_memory", lambda: 600 << 20)

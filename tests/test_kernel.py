@@ -289,13 +289,16 @@ from launchlab.exam.kernel import Kernel
 kernels = [Kernel(sandboxed=sandboxed) for sandboxed in {kinds}]
 for kernel in kernels:
     kernel.wait_ready()
+for kernel in kernels if {paused} else []:
+    kernel.pause()
 print(" ".join(str(pid) for kernel in kernels for pid in family.family(kernel.process.pid)), flush=True)
 time.sleep(1000)
 """
 
 
-def test_an_examiner_killed_leaves_nobody_running():
-    code = EXAMINER.format(kinds=[False, True] if BEST else [False])
+@pytest.mark.parametrize("paused", [False, True], ids=["at work", "paused"])
+def test_an_examiner_killed_leaves_nobody_running(paused):
+    code = EXAMINER.format(kinds=[False, True] if BEST else [False], paused=paused)
     examiner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     family = [int(pid) for pid in examiner.stdout.readline().split()]
     assert len(family) >= 1 + 3 * BEST

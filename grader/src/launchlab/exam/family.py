@@ -37,10 +37,7 @@ def send(pid: int, number: int) -> None:
 
 
 def kill(root: int) -> None:
-    """Kill ``root`` and its descendants. The first two generations first: where one of them is the first process of a
-    namespace, the kernel itself ends all others in it, however fast they multiply."""
-    for pid in children(root):
-        send(pid, signal.SIGKILL)
+    """Kill ``root`` and its descendants."""
     for pid in family(root):
         send(pid, signal.SIGKILL)
 

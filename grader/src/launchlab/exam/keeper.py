@@ -2,9 +2,9 @@
 
 usage: python -I -S keeper.py COMMAND …
 
-For processes outside of a sandbox, where no namespace of their own ends with them. A script of the standard library
-alone: it runs before, and beside, whatever the command imports. It takes in every process that its descendants leave
-behind, ends as the command did, and ends everything on SIGTERM.
+It takes in every process that its descendants leave behind, ends as the command did, and ends everything on SIGTERM, which
+it gets when the examiner ends. Where it has ended, nobody is left. A script of the standard library alone: it runs before,
+and beside, whatever the command imports.
 """
 
 import ctypes

@@ -138,12 +138,10 @@ class Kernel:
         if not trusted:
             self._group = limits.Group.make(self.folder.name)
         command = limits.limited(command, self._group)
-        # A sandbox's first process takes all others with it. Elsewhere somebody has to see to that.
-        last = signal.SIGKILL
-        if not self._sandboxed:
-            command, last = [sys.executable, "-I", "-S", str(KEEPER), *command], signal.SIGTERM
+        # A sandbox's first process takes all others with it, but not while it is only just being started, and there may be none.
+        command = [sys.executable, "-I", "-S", str(KEEPER), *command]
         self.process = subprocess.Popen(
-            command, cwd=self.work, env=environment, start_new_session=True, preexec_fn=partial(end_with, os.getpid(), last),
+            command, cwd=self.work, env=environment, start_new_session=True, preexec_fn=partial(end_with, os.getpid(), signal.SIGTERM),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )
         if not trusted:
@@ -253,10 +251,10 @@ class Kernel:
         self._rest()
         until = time.monotonic() + STOP_SECONDS
         while time.monotonic() < until:
-            members = family.family(self.process.pid)
+            members = self._members()
             for pid in members:
                 family.send(pid, signal.SIGSTOP)
-            if all(family.is_stopped(pid) for pid in members) and family.family(self.process.pid) == members:
+            if all(family.is_stopped(pid) for pid in members) and self._members() == members:
                 return
             time.sleep(0.0002)  # threads come to rest one by one
         raise KernelDied("计时的时候，它的进程不肯停下来")
@@ -264,16 +262,20 @@ class Kernel:
     def resume(self) -> None:
         """Let a paused process go on."""
         self._rest()
-        for pid in family.family(self.process.pid):
+        for pid in self._members():
             family.send(pid, signal.SIGCONT)
+
+    def _members(self) -> list[int]:
+        """The process and all it started; not the keeper, which has to stay awake to end them."""
+        return family.family(self.process.pid)[1:]
 
     def _rest(self) -> None:
         if self.watch is not None:
             self.watch.rest()
 
     def _kill(self) -> None:
-        """Kill the process and all it started, and wait for the first of them."""
-        if not self._sandboxed and self.process.poll() is None:
+        """Have the keeper end the process and all it started, and wait for that; kill them all if it does not come to it."""
+        if self.process.poll() is None:
             for number in (signal.SIGTERM, signal.SIGCONT):
                 family.send(self.process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):

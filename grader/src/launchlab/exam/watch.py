@@ -6,6 +6,7 @@ everything where it may not, is looked at again and again: processes, memory, di
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import threading
@@ -74,8 +75,9 @@ class Watch:
                 continue
             if now >= next_look or running_tasks() > self._before + TASKS_SEEN:
                 next_look = now + LOOK_SECONDS
-                if self._alive():
-                    self._act(self._share(sure=False))
+                with contextlib.suppress(OSError):  # gone between two steps of a look, its folder too
+                    if self._alive():
+                        self._act(self._share(sure=False))
 
     def _share(self, sure: bool) -> str | None:
         """What the family takes too much of (Chinese), or None. ``sure``: a GPU nearly full need not be seen twice."""
