@@ -387,10 +387,10 @@ def test_an_examiner_killed_while_a_sandbox_starts_leaves_nobody():
         "from launchlab.exam.kernel import Kernel\nfrom launchlab.exam import sandbox\nsandbox.counts_tasks()\nprint('go', flush=True)\n"
         "while True:\n    Kernel(sandboxed=True).close()"
     )
-    for turn in range(10):
+    for turn in range(4):
         examiner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         examiner.stdout.readline()
-        time.sleep(0.012 * turn)
+        time.sleep(0.03 * turn)
         examiner.kill()
         examiner.wait()
         until = time.monotonic() + 5
