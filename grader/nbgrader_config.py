@@ -53,6 +53,7 @@ c.GenerateAssignment.preprocessors = [
 
 # --- submission -> marks: the plug-ins of launchlab.grading -----------------------------------
 c.Autograde.exporter_class = "launchlab.grading.intake.IntakeExporter"
+c.Autograde.post_convert_hook = "launchlab.grading.outcome.settled"
 c.Autograde.sanitize_preprocessors = [
     steps.ClearOutput,
     steps.DeduplicateIds,

@@ -96,9 +96,10 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
         "source", metavar="来源", type=Path, help="zip 文件或文件夹：Moodle、Canvas、Blackboard 的导出，或每人一个文件夹"
     )
     collect.add_argument("--at", metavar="时间", help="统一的交卷时间，如 '2026-11-30 18:00'；默认用文件自己的时间")
-    grade = add("grade", _grade, "给一章的全部提交评分（nbgrader autograde）", "章节 [--no-sandbox] [nbgrader autograde 的选项]")
+    grade = add("grade", _grade, "给一章的全部提交评分（nbgrader autograde）", "章节 [--no-sandbox] [--cluster [地址]] [nbgrader autograde 的选项]")
     grade.add_argument("chapter", metavar="章节", help="编号或名称")
     grade.add_argument("--no-sandbox", action="store_true", help="没有 bubblewrap 也评分：提交里的代码能看到这台机器的文件和网络")
+    grade.add_argument("--cluster", metavar="地址", nargs="?", const="local", help="在 Ray 集群上评分，每块 GPU 同时评一份：集群的地址（主机:端口），不写就用这台机器的全部 GPU")
     waiting = add("open", _open, "列出一章里还没有定分、等教师处理的项目")
     waiting.add_argument("chapter", metavar="章节", help="编号或名称")
     report = add("report", _report, "把一章的评分结果做成网页：每份提交一页，全班一页")
@@ -202,8 +203,9 @@ def _collect(chosen: argparse.Namespace, _: list[str]) -> int:
 def _grade(chosen: argparse.Namespace, rest: list[str]) -> int:
     from launchlab.grading import WITHOUT_SANDBOX
 
-    without = [WITHOUT_SANDBOX] if chosen.no_sandbox else []
-    command = [sys.executable, "-m", "nbgrader", "autograde", manifest.chapter(chosen.chapter).name, *without, *rest]
+    options = [WITHOUT_SANDBOX] if chosen.no_sandbox else []
+    options += [f"--IntakeExporter.cluster={chosen.cluster}"] if chosen.cluster else []
+    command = [sys.executable, "-m", "nbgrader", "autograde", manifest.chapter(chosen.chapter).name, *options, *rest]
     return subprocess.call(command, cwd=paths.GRADER)
 
 

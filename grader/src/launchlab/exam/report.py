@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
 from typing import Any
 
@@ -53,6 +53,12 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """Plain data, ready for ``json.dump``."""
         return asdict(self) | {"score": self.score, "max": self.max}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Report:
+        """The report that `to_json` gave ``data`` of. TypeError or KeyError if it is none."""
+        values = {each.name: data[each.name] for each in fields(cls)}
+        return cls(**values | {"checks": [CheckReport(**check) for check in data["checks"]]})
 
 
 def versions() -> dict[str, str]:

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 import shutil
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import nbformat
 from nbconvert.exporters import NotebookExporter
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell
-from nbgrader.converters import NbGraderException
-from traitlets import Bool
+from nbgrader.converters.base import NbGraderException
+from traitlets import Bool, Unicode
 
 from launchlab.course import gradebook
 from launchlab.course.release import pristine
@@ -30,6 +32,9 @@ from launchlab.grading import WITHOUT_SANDBOX
 from launchlab.grading.beside import Amount, too_much
 from launchlab.grading.turn import turn
 from launchlab.manifest import chapter
+
+if TYPE_CHECKING:
+    from launchlab.grading.cluster import Cluster
 
 LARGEST = 64 << 20  # bytes of a notebook file
 MOST_CELLS = 2000
@@ -191,10 +196,12 @@ class IntakeExporter(NotebookExporter):
     """nbgrader's exporter for ``autograde``: reads a submission by `graft` instead of by nbformat.
 
     Made once per ``nbgrader autograde``, before any submission is read: so it is also where
-    the class is prepared (one grader at a time, unfinished work of a killed one swept away).
+    the class is prepared (one grader at a time, unfinished work of a killed one swept away), and
+    where its exams begin on a cluster, if there is one.
     """
 
     no_sandbox = Bool(False, help="Grade also where there is no sandbox: submissions then see this machine's files and network.").tag(config=True)
+    cluster = Unicode("", help="Ray cluster to hold the exams on: HOST:PORT, or local; empty for none").tag(config=True)
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -220,25 +227,63 @@ class IntakeExporter(NotebookExporter):
                 self.log.error("%s: 没有评分：%s。请检查这个文件夹后重新收卷。", folder, error)
                 converter.assignments.pop(str(folder), None)
         gradebook.enrol(self.coursedir.assignment_id, [Path(folder).parent.name for folder in converter.assignments], self.coursedir)
+        self.exams = self._cluster() if self.cluster else None
+        if self.exams:
+            due = {Path(folder).parent.name: Path(folder) for folder in sorted(converter.assignments) if self._is_due(folder)}
+            self.exams.begin(due, lambda folder: self._notebook_of(folder / f"{self.coursedir.assignment_id}.ipynb"))
+
+    def _cluster(self) -> Cluster:
+        try:
+            from launchlab.grading.cluster import Cluster, ClusterError
+        except ModuleNotFoundError as error:
+            if error.name != "ray":
+                raise
+            message = "这个 Python 里没有 Ray，用不了集群。./grader/launch 的环境里有它；用自己的环境时，请运行 python -m pip install './grader[cluster]'。"
+            self.log.error(message)
+            raise NbGraderException(message) from None
+        try:
+            exams = Cluster(self.cluster, chapter(self.coursedir.assignment_id), self.log)
+        except ClusterError as error:
+            self.log.error("%s", error)
+            raise NbGraderException(str(error)) from None
+        weakref.finalize(self, exams.close)
+        return exams
+
+    def _is_due(self, folder: str) -> bool:
+        """Whether nbgrader is going to grade a submission: not graded yet, handed in anew since, or asked for by --force."""
+        student, assignment = Path(folder).parent.name, self.coursedir.assignment_id
+        if student in self.coursedir.student_id_exclude.split(","):
+            return False
+        done = self.coursedir.format_path(self.coursedir.autograded_directory, student, assignment)
+        if self.parent.force or not os.path.exists(done):
+            return True
+        new, old = (self.coursedir.get_existing_timestamp(place) for place in (folder, done))
+        return new is not None and old is not None and new > old
 
     def from_filename(self, filename: str, resources: dict | None = None, **kwargs: Any) -> tuple[str, dict]:
         if Path(filename).is_relative_to(Path(self.coursedir.root, self.coursedir.autograded_directory)):
             return super().from_filename(filename, resources=resources, **kwargs)
+        nb = self._notebook_of(Path(filename))
+        if notes := nb.metadata.get("launchlab", {}).get("notes"):
+            self.log.warning("%s: %s", filename, "；".join(notes))
+        return self.from_notebook_node(nb, resources=resources, **kwargs)
+
+    def _notebook_of(self, path: Path) -> NotebookNode:
+        """The notebook to examine of the one handed in, or a refusal; what was repaired stands in it."""
         release = self._release
         try:
-            nb, notes = graft(_read(Path(filename)), release)
+            nb, notes = graft(_read(path), release)
         except Refused as error:
             nb, notes = refusal(release, str(error)), [str(error)]
         except Exception:
-            self.log.exception("intake of %s failed", filename)
+            self.log.exception("intake of %s failed", path)
             reason = "读取这份提交时出了意外的错误，请教师查看日志。"
             nb, notes = refusal(release, reason), [reason]
-        notes += self._aside.get(Path(filename).resolve().parent, [])
+        notes += self._aside.get(path.resolve().parent, [])
         if notes:
-            self.log.warning("%s: %s", filename, "；".join(notes))
             nb.metadata.setdefault("launchlab", {})["notes"] = notes
             nb.cells.insert(0, new_markdown_cell("**收卷说明**\n\n" + "\n".join(f"- {plain(note)}" for note in notes), id="intake-notes"))
-        return self.from_notebook_node(nb, resources=resources, **kwargs)
+        return nb
 
     def _check_sandbox(self) -> None:
         """Nobody's submission runs unprotected unless somebody has said so. Raises NbGraderException, with a word in the log."""

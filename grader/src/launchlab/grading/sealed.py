@@ -13,6 +13,7 @@ from nbgrader.preprocessors import NbGraderPreprocessor
 from launchlab.exam import judge, show
 from launchlab.exam.examine import examine
 from launchlab.exam.report import CheckReport, Report
+from launchlab.grading import outcome
 from launchlab.manifest import chapter
 from launchlab.paths import BUILD
 
@@ -26,10 +27,8 @@ class SealedExecute(NbGraderPreprocessor):
         if "refused" in told:
             report = refuse(nb, assignment, told["refused"])
         else:
-            coursedir = self.parent.coursedir  # the exporter's
-            folder = Path(coursedir.format_path(coursedir.submitted_directory, student, assignment))
             try:
-                report = examine(nb, chapter(assignment), files=folder if folder.is_dir() else None)
+                report = self._examine(nb, student, assignment)
             except Exception:
                 self.log.exception("exam of %s failed", student)
                 report = refuse(nb, assignment, "评分时出了意外的错误，请教师查看日志。这份提交没有评分。")
@@ -38,6 +37,17 @@ class SealedExecute(NbGraderPreprocessor):
         # The mark by which a finished result is told from one that a killed grader left behind.
         nb.metadata.setdefault("launchlab", {})["examined"] = True
         return nb, resources
+
+    def _examine(self, nb: NotebookNode, student: str, assignment: str) -> Report:
+        """The exam: held already by a grader that was killed, on the cluster, or here."""
+        coursedir, exams = self.parent.coursedir, self.parent.exams  # the exporter's
+        folder = Path(coursedir.format_path(coursedir.submitted_directory, student, assignment))
+        of = chapter(assignment)
+        if exams:
+            return exams.result(student, nb, folder).write_into(nb)
+        if held := outcome.kept(student, assignment, outcome.key_of(nb, of, folder)):
+            return held.write_into(nb)
+        return examine(nb, of, files=folder)
 
 
 def refuse(nb: NotebookNode, assignment: str, reason: str) -> Report:
