@@ -20,7 +20,7 @@ from launchlab.manifest import chapters
 
 PROJECT = tomllib.loads((paths.GRADER / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = PROJECT["project"]["optional-dependencies"]
-LOCKS = {"lock.txt": [*EXTRAS["postgresql"], *EXTRAS["site"]], "lock-cuda12.txt": EXTRAS["cuda12"], "lock-cuda13.txt": EXTRAS["cuda13"]}
+LOCKS = {"lock.txt": [*EXTRAS["cluster"], *EXTRAS["postgresql"], *EXTRAS["site"]], "lock-cuda12.txt": EXTRAS["cuda12"], "lock-cuda13.txt": EXTRAS["cuda13"]}
 ENVIRONMENT = paths.ROOT / "environment.yml"
 EVERY = "every chapter"
 
@@ -77,7 +77,7 @@ def test_the_package_imports_only_what_it_declares():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
             imported |= {name.partition(".")[0] for name in names}
-    declared = {canonicalize_name(Requirement(text).name) for text in [*PROJECT["project"]["dependencies"], *EXTRAS["site"]]}
+    declared = {canonicalize_name(Requirement(text).name) for text in [*PROJECT["project"]["dependencies"], *EXTRAS["cluster"], *EXTRAS["site"]]}
     owners = importlib.metadata.packages_distributions()
     gpu = {"cupy", "cupyx", "cuda", "cupti", "tensorrt", "tensorrt_bindings"}
     peers = {Requirement(text).name.removesuffix("-gpu") for text in EXTRAS["peers"]}
