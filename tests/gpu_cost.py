@@ -6,7 +6,8 @@ usage: PYTHONPATH=grader/src python3 tests/gpu_cost.py OUT.json [--students 1 10
 Both grade the same notebook, the solution of chapter 3 and of the tests' mini course (or of
 --chapter), by ``nbgrader autograde`` in a process of its own: once with the course's
 configuration, once with nbgrader's defaults. Without a GPU the sealed exam leaves open what needs
-one, and plain nbgrader lets those cells fail. --without-demos drops the experiments, which the
+one, and plain nbgrader lets those cells fail. For the sealed exam OUT.json also tells the seconds of
+its parts (tests/exam_parts.py). --without-demos drops the experiments, which the
 sealed exam does not run, for both. --grader measures one of the two alone.
 """
 
@@ -38,6 +39,15 @@ c.CourseDirectory.source_directory = "solutions"
 c.CourseDirectory.submitted_directory = "build/submitted"
 c.CourseDirectory.ignore = [".ipynb_checkpoints", "*.pyc", "__pycache__", "feedback", "*.py", ".*"]
 c.CourseDirectory.db_url = "sqlite:///{root}/plain.db"
+"""
+# At the end of the course's configuration.
+PARTS = """
+import sys
+
+sys.path.append({tests!r})
+import exam_parts
+
+exam_parts.begin({out!r})
 """
 
 
@@ -86,7 +96,11 @@ def measure(name: str | None, students: int, sealed: bool, without_demos: bool) 
             folder = root / "build" / "submitted" / f"s{number:02d}" / name
             folder.mkdir(parents=True)
             shutil.copy(root / "solutions" / name / f"{name}.ipynb", folder)
-        if not sealed:
+        parts = Path(place, "parts.json")
+        if sealed:
+            with open(root / "grader" / CONFIG.name, "a", encoding="utf-8") as config:
+                config.write(PARTS.format(tests=str(Path(__file__).parent), out=str(parts)))
+        else:
             (root / "grader" / CONFIG.name).write_text(PLAIN.format(root=str(root)), encoding="utf-8")
             run(root, "-m", "nbgrader", "generate_assignment", name, "--create")
         seconds = run(root, "-m", "nbgrader", "autograde", name)
@@ -95,7 +109,7 @@ def measure(name: str | None, students: int, sealed: bool, without_demos: bool) 
         return {
             "chapter": name, "students": students, "grader": "sealed" if sealed else "plain", "seconds": round(seconds, 2),
             "seconds_each": round(seconds / students, 2),
-        }  # fmt: skip
+        } | ({"parts": json.loads(parts.read_text(encoding="utf-8"))} if sealed else {})  # fmt: skip
 
 
 def main() -> int:

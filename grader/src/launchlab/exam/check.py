@@ -11,6 +11,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -54,13 +55,18 @@ class CannotTell(CheckFailed):
 
 
 class Check:
-    """``check`` in a test cell. ``announce`` is called with a line (Chinese) for each check passed."""
+    """``check`` in a test cell. ``announce`` is called with a line (Chinese) for each check passed.
 
-    def __init__(self, secret: np.random.Generator, announce: Callable[[str], None] | None = None, gpu: str = "gpu"):
+    ``alone``: entered while something is timed on ``gpu``.
+    """
+
+    def __init__(self, secret: np.random.Generator, announce: Callable[[str], None] | None = None, gpu: str = "gpu",
+                 alone: Callable[[], AbstractContextManager] = nullcontext):
         self.records: list[dict] = []
         self._open = announce is not None
         self._unsettled: list[tuple[dict, Any, Any]] = []
         self._secret, self._announce, self._gpu = secret, announce or (lambda _: None), gpu
+        self._alone = alone
 
     def equal(self, got: Any, want: Any, why: str = "结果和预期不同。", rel: float = 0.0, abs: float = 0.0) -> None:
         """``got`` must equal ``want``: same type or shape and dtype kind, every value within ``abs + rel * |want|``.
@@ -153,7 +159,7 @@ class Check:
         """
         waiting = time.monotonic()
         try:
-            with timing.exclusive(self._gpu):
+            with timing.exclusive(self._gpu), self._alone():
                 party = unit(work)[0]
                 if party.deadline is not None:  # waiting for the GPU is not the learner's time
                     party.deadline += time.monotonic() - waiting
@@ -189,7 +195,7 @@ class Check:
         """Measure the trusted sides of each speed-up once more. To be called when the learner's process has ended."""
         while self._unsettled:
             record, over, best = self._unsettled.pop()
-            with timing.exclusive(self._gpu):
+            with timing.exclusive(self._gpu), self._alone():
                 record["quiet"] = timing.measure_quiet(over, best, record["attempts"][-1])
             if judge.disturbed(record):
                 raise CannotTell("测量的时候有别的程序占用了 GPU 或 CPU，拖慢了基准，这次的结果不能算数。请确认没有后台线程和没做完的内核，等机器空闲时再测一次。")

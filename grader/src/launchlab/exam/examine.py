@@ -6,6 +6,7 @@ cells run in a sandboxed kernel, the solution's in another one; both only answer
 
 from __future__ import annotations
 
+import ast
 import atexit
 import builtins
 import contextlib
@@ -34,6 +35,7 @@ from launchlab.exam.process import Cell, Process, defines
 from launchlab.exam.remote import Namespace
 from launchlab.exam.report import CheckReport, Report, versions
 from launchlab.exam.timing import GpuBusy
+from launchlab.exam.waiting import Waiting
 from launchlab.exam.watch import NoRoom
 from launchlab.exam.wire import clean
 from launchlab.manifest import Chapter
@@ -44,16 +46,18 @@ AFTERMATH_SECONDS = 10.0
 TENSORRT = "tensorrt"
 # Exceptions of libraries that learners meet.
 LIBRARIES = {"CUDARuntimeError", "CUDADriverError", "CompileException", "NVRTCError", "OutOfMemoryError", "CudaError", "LinAlgError", "AxisError"}
+SPEEDUP = "speedup"
 # What can go wrong on the examiner's own side: the GPU, its lock, a disk, memory. Everything else is points not proved.
 EXAMINERS = (CudaError, OSError, MemoryError, zmq.ZMQError, GpuBusy, NoRoom)
 
 
-def examine(nb: NotebookNode, chapter: Chapter, files: Path | None = None) -> Report:
+def examine(nb: NotebookNode, chapter: Chapter, files: Path | None = None, of_class: bool = False) -> Report:
     """Examine ``nb`` as a submission of ``chapter``; returns the report and writes verdicts into its test cells.
 
     ``nb``: an nbformat-4 notebook. Only its code cells count: what a test cell runs is the master's text,
     whatever stands in ``nb`` under that cell's name.
     ``files``: folder of the submission, whose other files the learner's code may open.
+    ``of_class``: another submission of the chapter is likely to follow, whose process may begin already.
     Never raises for what a submission does.
     """
     started = time.perf_counter()
@@ -65,10 +69,11 @@ def examine(nb: NotebookNode, chapter: Chapter, files: Path | None = None) -> Re
     if any(not lack or not test.needs_gpu for _, test in tests):
         master.reference.load()  # before any of the learner's code can be in its way
         master.reference.keep_caches()
-    make_kernel = partial(Kernel, given=chapter.solution.parent, own=files, sandboxed=sandboxed, timing_cache=master.timing_cache)
-    student = Process(master.cells_to_run(nb), make_kernel, bool(gpu))
+    master.waiting.ahead = of_class and sandboxed  # without a sandbox the learner's process could reach the next one
+    student = Process(master.cells_to_run(nb), partial(master.waiting.take, files), bool(gpu))
     try:
-        for cell, test in tests:
+        # Speed-ups last: they end the learner's process, and whatever is examined after them pays for a new one.
+        for cell, test in sorted(tests, key=lambda each: each[1].kind == SPEEDUP):
             check = CheckReport(test.id, test.kind, test.needs_gpu, test.points)
             if test.needs_gpu and lack:
                 check.verdict, check.reason = judge.NEEDS_GPU, lack
@@ -76,6 +81,8 @@ def examine(nb: NotebookNode, chapter: Chapter, files: Path | None = None) -> Re
                 _examine_one(test.source, check, student, master)
             report.checks.append(check)
             show.verdict(cell, check)
+        places = {test.id: place for place, (_, test) in enumerate(tests)}
+        report.checks.sort(key=lambda check: places[check.id])
         _fill_outputs(nb, student, master, lack)
         master.reference.keep_caches()
     finally:
@@ -99,7 +106,8 @@ def _examine_one(source: str, report: CheckReport, student: Process, master: Mas
     started = time.monotonic()
     secret = np.random.default_rng()
     gpu = find_gpu()
-    check = Check(secret, gpu=gpu.uuid or gpu.name if gpu else "none")  # two equal GPUs are timed side by side
+    # Two equal GPUs are timed side by side.
+    check = Check(secret, gpu=gpu.uuid or gpu.name if gpu else "none", alone=master.waiting.stopped)
     reference = master.reference.process
     student.deadline = None
     hidden = True  # whether the words of the learner's process may hold hidden inputs
@@ -254,7 +262,10 @@ class Test:
 
 
 class Master:
-    """The solution notebook: what is to be tested, what to run, and the reference's process. Kept warm for a class."""
+    """The solution notebook: what is to be tested, what to run, and the reference's process. Kept warm for a class.
+
+    ``waiting`` gives out the processes of learners.
+    """
 
     _known: ClassVar[dict[str, Master]] = {}
 
@@ -267,6 +278,7 @@ class Master:
         self.cupy_cache, self.timing_cache = BUILD / "cupy", BUILD / "timing"
         self.lack = lacking(chapter)
         self.reference = Reference(chapter, self)
+        self.waiting = Waiting(partial(Kernel, given=chapter.solution.parent, sandboxed=sandbox.works(), timing_cache=self.timing_cache, imports=self._imports()))
 
     @classmethod
     def of(cls, chapter: Chapter) -> Master:
@@ -282,6 +294,7 @@ class Master:
         """End of a class: let go of the reference's process and its GPU memory."""
         while cls._known:
             _, old = cls._known.popitem()
+            old.waiting.close()
             old.reference.close()
 
     def cells_to_run(self, nb: NotebookNode) -> list[Cell]:
@@ -291,6 +304,15 @@ class Master:
             Cell(index, cell.source) for index, cell in enumerate(nb.cells)
             if cell.cell_type == "code" and cell.source.strip() and not _is_test(cell, self) and not skip & self.tags.get(cell.get("id"), set())
         ]
+
+    def _imports(self) -> list[str]:
+        """The import statements of the chapter's given cells, which every process runs anyway."""
+        found = []
+        for cell in self.cells_to_run(self.notebook):
+            if "nbgrader" not in self.notebook.cells[cell.index].metadata:
+                with contextlib.suppress(SyntaxError):  # a magic command
+                    found += [ast.unparse(line) for line in ast.parse(cell.source).body if isinstance(line, ast.Import | ast.ImportFrom)]
+        return found
 
 
 class Reference:

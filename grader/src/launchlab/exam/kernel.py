@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,16 @@ MOST_PARTS = 4_000_000  # values, about, in the JSON of one message: each takes 
 STOP_SECONDS = 1.0  # for a process and all that it started to come to rest
 KEEPER = Path(__file__).with_name("keeper.py")
 KEEPER_SECONDS = 8.0  # for it to end all that its command left behind
+IMPORT = """
+def _import():
+    for statement in {}:
+        try:
+            exec(statement, {{}})
+        except Exception:  # the cell that holds it will say so
+            pass
+_import()
+del _import
+"""
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CONDA_PREFIX", "OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 
 
@@ -78,47 +88,56 @@ class Room:
 
 
 class Kernel:
-    """One kernel process in a folder of its own.
+    """One kernel process in a folder of its own, ready to run cells after `wait_ready`.
 
     ``given``: the chapter's folder, whose data files (no notebook, no source) are copied into the
-    working folder. ``own``: the submission's folder, copied before that, so that a chapter's file wins.
-    ``sandboxed``: run behind bubblewrap. ``trusted``: the reference's, of which no share is taken. ``cupy_cache``, ``timing_cache``: folders of compiled
-    kernels and of TensorRT's timings to begin with (copied, so that nobody can poison them for others).
+    working folder. ``sandboxed``: run behind bubblewrap. ``trusted``: the reference's, of which no
+    share is taken. ``cupy_cache``, ``timing_cache``: folders of compiled kernels and of TensorRT's
+    timings to begin with (copied, so that nobody can poison them for others). ``imports``: import
+    statements, trusted, to run first of all.
+    ``own``, to be set before `wait_ready`: the submission's folder, copied before ``given``, so that a
+    chapter's file wins. It comes after the imports: a file there cannot stand in for a module of theirs.
     """
 
-    def __init__(self, *, given: Path | None = None, own: Path | None = None, sandboxed: bool, trusted: bool = False,
-                 cupy_cache: Path | None = None, timing_cache: Path | None = None):
+    def __init__(self, *, given: Path | None = None, sandboxed: bool, trusted: bool = False, cupy_cache: Path | None = None,
+                 timing_cache: Path | None = None, imports: Sequence[str] = ()):
         sweep()
         # A short path: Unix sockets allow about 100 characters. The process id tells whose it is.
         self.folder = Path(tempfile.mkdtemp(prefix=f"ll-{os.getpid()}-"))
         self.process: subprocess.Popen | None = None
         self.client: BlockingKernelClient | None = None
         self.watch: Watch | None = None
-        self._sandboxed = sandboxed
+        self.own: Path | None = None
+        self._given, self._sandboxed = given, sandboxed
         self._group: limits.Group | None = None
+        self._comm_open = False
+        self._number = 0
         try:
-            self._prepare(given, own, cupy_cache, timing_cache)
+            self._make_folders(cupy_cache, timing_cache)
             self._start(trusted)
+            if imports:
+                self.client.execute(IMPORT.format(list(imports)), silent=True)  # waited for by `wait_ready`
         except BaseException:
             self.close()
             raise
 
-    def _prepare(self, given: Path | None, own: Path | None, cupy_cache: Path | None, timing_cache: Path | None) -> None:
-        self.work = self.folder / "work"
+    def _make_folders(self, cupy_cache: Path | None, timing_cache: Path | None) -> None:
+        self.work, self.home = self.folder / "work", self.folder / "home"
         self.work.mkdir()
-        if own is not None:
-            shutil.copytree(own, self.work, dirs_exist_ok=True, ignore=_ignore("*.ipynb", ".*", "__pycache__"))
-        if given is not None:
-            shutil.copytree(given, self.work, dirs_exist_ok=True, ignore=_ignore("*.ipynb", ".*", "__pycache__", "*.py"))
-        self.home = self.folder / "home"
+        self.home.mkdir()
         self.cupy_cache, self.timing_cache = self.folder / "cupy", timing_cache_of(self.home)
-        for begin, cache in ((cupy_cache, self.cupy_cache), (timing_cache, self.timing_cache)):
+        self._begin_with = {self.cupy_cache: cupy_cache, self.timing_cache: timing_cache}
+        for cache in self._begin_with:
+            cache.mkdir(parents=True)
+
+    def _fill_folders(self) -> None:
+        if self.own is not None:
+            shutil.copytree(self.own, self.work, dirs_exist_ok=True, ignore=_ignore("*.ipynb", ".*", "__pycache__"))
+        if self._given is not None:
+            shutil.copytree(self._given, self.work, dirs_exist_ok=True, ignore=_ignore("*.ipynb", ".*", "__pycache__", "*.py"))
+        for cache, begin in self._begin_with.items():
             if begin is not None and begin.is_dir():
-                shutil.copytree(begin, cache)
-            else:
-                cache.mkdir(parents=True)
-        self._comm_open = False
-        self._number = 0
+                shutil.copytree(begin, cache, dirs_exist_ok=True)
 
     def _start(self, trusted: bool) -> None:
         connection = self.folder / "k.json"
@@ -156,13 +175,14 @@ class Kernel:
         self.client.start_channels(stdin=False, hb=False)
 
     def wait_ready(self, seconds: float = START_SECONDS) -> None:
-        """Wait until the kernel answers and install the agent."""
+        """Wait until the kernel answers, install the agent and lay the files out."""
         deadline = time.monotonic() + seconds
         self.client.kernel_info()
         self._shell_reply(None, deadline)
         result = self.run_cell(f"import os as _o; _o.chdir({str(self.work)!r}); from launchlab.exam.agent import serve as _s; _s(get_ipython()); del _s, _o", max(1.0, deadline - time.monotonic()), silent=True)
         if result.error:
             raise KernelDied(f"考试代理没能启动：{result.error}: {result.message}")
+        self._fill_folders()
 
     def _check_alive(self) -> None:
         code = self.process.poll()

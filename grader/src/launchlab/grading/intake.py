@@ -27,11 +27,11 @@ from traitlets import Bool, Unicode
 from launchlab.course import gradebook
 from launchlab.course.release import pristine
 from launchlab.exam import sandbox
-from launchlab.exam.examine import Master
 from launchlab.grading import WITHOUT_SANDBOX
 from launchlab.grading.beside import Amount, too_much
 from launchlab.grading.turn import turn
 from launchlab.manifest import chapter
+from launchlab.paths import BUILD
 
 if TYPE_CHECKING:
     from launchlab.grading.cluster import Cluster

@@ -47,7 +47,7 @@ class SealedExecute(NbGraderPreprocessor):
             return exams.result(student, nb, folder).write_into(nb)
         if held := outcome.kept(student, assignment, outcome.key_of(nb, of, folder)):
             return held.write_into(nb)
-        return examine(nb, of, files=folder)
+        return examine(nb, of, files=folder, of_class=True)
 
 
 def refuse(nb: NotebookNode, assignment: str, reason: str) -> Report:

@@ -53,7 +53,7 @@ class Worker:
         with tempfile.TemporaryDirectory(prefix="launchlab-files-") as folder:
             if task.files is not None:
                 unpack(task.files, Path(folder))
-            report = examine(nb, find_chapter(task.chapter), files=Path(folder) if task.files is not None else None)
+            report = examine(nb, find_chapter(task.chapter), files=Path(folder) if task.files is not None else None, of_class=True)
         return Outcome.of(task.key, report, nb)
 
 

@@ -1,0 +1,62 @@
+"""A kernel in waiting: begun for the next submission while this one is examined, so that its start costs nobody time.
+
+It is as fresh as any: behind its own sandbox, in its own folder, and so far it has run nothing but
+the imports of the chapter's given cells. While something is timed it is stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from launchlab.exam.kernel import Kernel, KernelDied
+
+LEAST_CPUS = 4  # with fewer it would take its time from the exam under way
+
+
+class Waiting:
+    """Gives out kernels that ``make`` makes, each once. With ``ahead`` it begins the next one meanwhile, where CPUs are left for that."""
+
+    def __init__(self, make: Callable[[], Kernel]):
+        self.ahead = False
+        self._make = make
+        self._kernel: Kernel | None = None
+
+    def take(self, own: Path | None) -> Kernel:
+        """A fresh kernel, for the submission whose folder is ``own``."""
+        kernel, self._kernel = self._kernel, None
+        if kernel is not None and kernel.process.poll() is not None:
+            kernel.close()
+            kernel = None
+        kernel = kernel or self._make()
+        kernel.own = own
+        if self.ahead and _cpus() >= LEAST_CPUS:
+            with contextlib.suppress(OSError):  # the next one is then made when it is needed
+                self._kernel = self._make()
+        return kernel
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """While something is timed: whoever waits is kept from working, or given up."""
+        if self._kernel is not None:
+            try:
+                self._kernel.pause()
+            except KernelDied:
+                self.close()
+        try:
+            yield
+        finally:
+            if self._kernel is not None:
+                self._kernel.resume()
+
+    def close(self) -> None:
+        """End the kernel in waiting, if there is one."""
+        kernel, self._kernel = self._kernel, None
+        if kernel is not None:
+            kernel.close()
+
+
+def _cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
