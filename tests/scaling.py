@@ -1,0 +1,98 @@
+"""The figures of grader/SCALING.md, from the records of real runs: never typed.
+
+usage: python3 tests/scaling.py [--check]
+
+Fills the page between its markers from tests/records/gpu_cluster.json (tests/gpu_cluster.py) and
+tests/records/gradebook_cost.json (tests/gradebook_cost.py). Where a record is missing, the page says so.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+PAGE = Path(__file__).parents[1] / "grader" / "SCALING.md"
+RECORDS = Path(__file__).parent / "records"
+BEGIN, END = "<!-- figures: begin (made by tests/scaling.py) -->", "<!-- figures: end -->"
+CLASS = 10_000
+GPUS = (1, 2, 4, 8, 16, 32)
+
+
+def load(name: str) -> dict | None:
+    """A record, or None if that run has not been made."""
+    path = RECORDS / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def warm(cluster: dict) -> float:
+    """Median seconds of an exam on one GPU, each worker's first one aside."""
+    exams = cluster["classes"][0]["exams"]
+    return statistics.median(exam["seconds"] for exam in exams[1:])
+
+
+def measured(cluster: dict | None, book: dict | None) -> list[str]:
+    lines = ["| measured | |", "|---|---|"]
+    if cluster is None:
+        lines.append("| exams on one GPU and on two | not measured yet: `tests/gpu_cluster.py` needs a machine with two GPUs |")
+    else:
+        lines.append(f"| where | {cluster['gpu']}, {cluster['cores']} cores, {cluster['students']} copies of the solution of {cluster['chapter']} |")
+        lines.append(f"| one exam, a worker's first aside | {warm(cluster):.1f} s |")
+        lines.append(f"| a worker's first exam (reference started, kernels compiled) | {cluster['classes'][0]['exams'][0]['seconds']:.1f} s |")
+        for one in cluster["classes"]:
+            word = "GPU" if one["gpus"] == 1 else "GPUs"
+            lines.append(f"| {one['gpus']} {word} | {one['warm_a_minute']:.1f} submissions a minute once warm; the whole class in {one['seconds']:.0f} s, the start of Ray and nbgrader with it |")
+        if "warm_a_minute" in cluster.get("speedup", {}):
+            lines.append(f"| two GPUs against one | {cluster['speedup']['warm_a_minute']:.2f} times the throughput; marks {'the same' if cluster['marks_equal'] else 'DIFFER'} |")
+    if book is None:
+        lines.append("| the grader's own work a submission | not measured yet: `tests/gradebook_cost.py` |")
+    else:
+        tenths = book["seconds_each_of_tenths"]
+        lines.append(
+            f"| the grader's own work a submission (SQLite, {book['students']} submissions, {book['cores']} cores) | {book['seconds_each']:.2f} s; "
+            f"{tenths[0]:.2f} s in the first tenth of the class, {tenths[-1]:.2f} s in the last |"
+        )
+        lines.append(f"| on disk a submission | {book['kept_bytes_each'] / 1000:.0f} kB, and {book['gradebook_bytes'] / book['students'] / 1000:.1f} kB of the gradebook |")
+        lines.append(f"| memory of the grader at its peak | {book['peak_memory_mib']} MiB |")
+    return lines
+
+
+def projected(cluster: dict, book: dict) -> list[str]:
+    exam, own = warm(cluster), book["seconds_each"]
+    lines = [f"| GPUs | {CLASS:,} submissions in | limited by |", "|---:|---:|---|"]
+    for gpus in GPUS:
+        hours = CLASS * max(exam / gpus, own) / 3600
+        lines.append(f"| {gpus} | {hours:.1f} h | {'the exams' if exam / gpus > own else 'the gradebook'} |")
+    lines += ["", f"Beyond {exam / own:.0f} GPUs the one process that writes the gradebook is the limit ({3600 / own:,.0f} submissions an hour)."]
+    return lines
+
+
+def figures() -> str:
+    cluster, book = load("gpu_cluster"), load("gradebook_cost")
+    lines = measured(cluster, book)
+    if cluster and book:
+        lines += ["", *projected(cluster, book)]
+    return "\n".join(lines)
+
+
+def updated(text: str) -> str:
+    """The page with today's figures. ValueError if its markers are not there."""
+    head, _, rest = text.partition(BEGIN)
+    _, mark, tail = rest.partition(END)
+    if not mark:
+        raise ValueError(f"no markers in {PAGE}")
+    return f"{head}{BEGIN}\n\n{figures()}\n\n{END}{tail}"
+
+
+def main(check: bool) -> int:
+    text = PAGE.read_text(encoding="utf-8")
+    wanted = updated(text)
+    if check:
+        return int(text != wanted)
+    PAGE.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main("--check" in sys.argv[1:]))
