@@ -26,13 +26,11 @@ if TYPE_CHECKING:
 MINI = Path(__file__).parent / "mini_course"
 NAME = "90_mini"
 POINTS = {"test_total_us": 2.0, "test_advance": 3.0, "test_longest_path": 3.0}
-# Hangs are part of the class: here they are not waited for as long as in a real one. And however few CPUs there are, the
-# next submission's process begins while one is examined.
+# Hangs are part of the class: here they are not waited for as long as in a real one.
 SHORT = """
 import importlib as _importlib
 
-_party, _process, _remote, _waiting = (_importlib.import_module("launchlab.exam." + _name) for _name in ("party", "process", "remote", "waiting"))
-_waiting.LEAST_CPUS = 1
+_party, _process, _remote = (_importlib.import_module("launchlab.exam." + _name) for _name in ("party", "process", "remote"))
 _process.CELL_SECONDS, _process.LOAD_SECONDS, _remote.BUILD_SECONDS = 6.0, 60.0, 5.0
 _party.Party.ask.__kwdefaults__["seconds"] = 5.0
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from launchlab.exam import sandbox, waiting
+from launchlab.exam import sandbox
 from launchlab.exam.examine import Master, examine
 from launchlab.exam.kernel import Kernel
 from launchlab.exam.waiting import Waiting
@@ -20,11 +20,14 @@ print([name for name in ("numpy", "yaml") if name in sys.modules], sorted(path.n
 """
 
 
+def make() -> Kernel:
+    return Kernel(sandboxed=sandbox.works(), imports=["import numpy as np", "import no_such_module"])
+
+
 @pytest.fixture
-def ahead(monkeypatch) -> Iterator[Waiting]:
+def ahead() -> Iterator[Waiting]:
     """Kernels that import NumPy first, the next begun meanwhile."""
-    monkeypatch.setattr(waiting, "LEAST_CPUS", 1)
-    made = Waiting(lambda: Kernel(sandboxed=sandbox.works(), imports=["import numpy as np", "import no_such_module"]))
+    made = Waiting(make, least_cpus=1)
     made.ahead = True
     yield made
     made.close()
@@ -95,11 +98,12 @@ def test_one_that_died_is_not_given_out(ahead):
         another.close()
 
 
-def test_none_begins_where_it_would_cost_the_exam_time(ahead, monkeypatch):
-    monkeypatch.setattr(waiting, "LEAST_CPUS", 10_000)
-    taken = ahead.take(None)
+def test_none_begins_where_it_would_cost_the_exam_time():
+    busy = Waiting(make, least_cpus=10_000)
+    busy.ahead = True
+    taken = busy.take(None)
     taken.close()
-    assert ahead._kernel is None
+    assert busy._kernel is None
 
 
 def with_a_speedup_first(chapter: Chapter) -> nbformat.NotebookNode:

@@ -47,6 +47,7 @@ TENSORRT = "tensorrt"
 # Exceptions of libraries that learners meet.
 LIBRARIES = {"CUDARuntimeError", "CUDADriverError", "CompileException", "NVRTCError", "OutOfMemoryError", "CudaError", "LinAlgError", "AxisError"}
 SPEEDUP = "speedup"
+WAITING_CPUS = (2, 4)  # for a process to begin while another is examined: without a GPU nothing is timed
 # What can go wrong on the examiner's own side: the GPU, its lock, a disk, memory. Everything else is points not proved.
 EXAMINERS = (CudaError, OSError, MemoryError, zmq.ZMQError, GpuBusy, NoRoom)
 
@@ -278,7 +279,8 @@ class Master:
         self.cupy_cache, self.timing_cache = BUILD / "cupy", BUILD / "timing"
         self.lack = lacking(chapter)
         self.reference = Reference(chapter, self)
-        self.waiting = Waiting(partial(Kernel, given=chapter.solution.parent, sandboxed=sandbox.works(), timing_cache=self.timing_cache, imports=self._imports()))
+        make = partial(Kernel, given=chapter.solution.parent, sandboxed=sandbox.works(), timing_cache=self.timing_cache, imports=self._imports())
+        self.waiting = Waiting(make, least_cpus=WAITING_CPUS[find_gpu() is not None])
 
     @classmethod
     def of(cls, chapter: Chapter) -> Master:

@@ -13,15 +13,16 @@ from pathlib import Path
 
 from launchlab.exam.kernel import Kernel, KernelDied
 
-LEAST_CPUS = 4  # with fewer it would take its time from the exam under way
-
 
 class Waiting:
-    """Gives out kernels that ``make`` makes, each once. With ``ahead`` it begins the next one meanwhile, where CPUs are left for that."""
+    """Gives out kernels that ``make`` makes, each once. With ``ahead`` it begins the next one meanwhile.
 
-    def __init__(self, make: Callable[[], Kernel]):
+    ``least_cpus``: with fewer it does not, for it would take its time from the exam under way.
+    """
+
+    def __init__(self, make: Callable[[], Kernel], least_cpus: int):
         self.ahead = False
-        self._make = make
+        self._make, self._enough = make, _cpus() >= least_cpus
         self._kernel: Kernel | None = None
 
     def take(self, own: Path | None) -> Kernel:
@@ -32,7 +33,7 @@ class Waiting:
             kernel = None
         kernel = kernel or self._make()
         kernel.own = own
-        if self.ahead and _cpus() >= LEAST_CPUS:
+        if self.ahead and self._enough:
             with contextlib.suppress(OSError):  # the next one is then made when it is needed
                 self._kernel = self._make()
         return kernel
