@@ -23,7 +23,8 @@ from launchlab.exam.examine import Master, examine
 from launchlab.grading import outcome
 from launchlab.grading.worker import pack, unpack
 
-ray = pytest.importorskip("ray", reason="not run: Ray is not installed")
+pytest.importorskip("ray", reason="not run: Ray is not installed")
+from launchlab.grading.cluster import examiner_failed
 
 ALL, NOTHING, OPEN = dict(POINTS), dict.fromkeys(POINTS, 0.0), dict.fromkeys(POINTS)
 EXPECTED = {"a": ALL, "b": ALL, "c": ALL | {"test_advance": 0.0}, "d": NOTHING, "e": OPEN}
@@ -144,7 +145,7 @@ def test_killed_graders_and_workers_cost_nobody_and_nobody_is_examined_twice(cou
     text, _ = grader.communicate(timeout=240)
     assert grader.returncode == 0, text
     assert course.marks() == EXPECTED
-    assert f":{worker} 失联了" in text and "正在评的 a 换一个评分进程重评" in text
+    assert f":{worker} 不能用了" in text and "正在评的 a 换一个评分进程重评" in text
     waited = int(text.split("接着上次：")[1].split(" ")[0])
     assert waited >= 2
     held = sorted(line.split("] ")[2].split("：")[0] for line in text.splitlines() if " 秒，" in line)
@@ -205,6 +206,20 @@ def test_an_outcome_is_what_the_exam_left(mini, tmp_path):
     assert left.write_into(again) == report
     assert [(cell.source, cell.get("outputs")) for cell in again.cells] == [(cell.source, cell.get("outputs")) for cell in examined.cells]
     assert [cell.metadata.get("launchlab") for cell in again.cells if "nbgrader" in cell.metadata] == [cell.metadata.get("launchlab") for cell in examined.cells if "nbgrader" in cell.metadata]
+
+
+def test_an_examiner_that_fails_is_told_from_a_submission_that_does(mini):
+    """Of the one no further exam is to be believed."""
+    honest, crashing = (nbformat.read(mini.solution, as_version=4) for _ in range(2))
+    cell = next(cell for cell in crashing.cells if cell.id == "solution-advance")
+    cell.source = cell.source.replace("    ### END SOLUTION", "    import os; os._exit(1)\n    ### END SOLUTION")
+    for nb, solution, expected in ((crashing, honest, ("crashed", False)), (honest, crashing, ("inconclusive", True))):
+        nbformat.write(solution, mini.solution)
+        try:
+            found = outcome.Outcome.of("", examine(nb, mini), nb)
+        finally:
+            Master.dismiss()
+        assert (found.report["checks"][1]["verdict"], examiner_failed(found)) == expected
 
 
 def test_a_key_stands_for_all_that_an_exam_depends_on(mini, tmp_path):

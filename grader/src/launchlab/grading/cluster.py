@@ -23,6 +23,7 @@ from nbformat import NotebookNode, writes
 from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
+from launchlab.exam import judge
 from launchlab.grading import outcome
 from launchlab.grading.outcome import Outcome
 from launchlab.grading.worker import About, Task, Worker, pack
@@ -113,7 +114,7 @@ class Cluster:
         """
         key = outcome.key_of(nb, self._chapter, folder)
         self._await(student)
-        if (found := outcome.kept(student, self._chapter.name, key)) is None:
+        if (found := outcome.kept(student, self._chapter.name, key)) is None and student not in self._failed:
             # Not begun ahead, or nbgrader's own steps changed it: examined as it is now.
             with self._changed:
                 self._jobs.appendleft(_Job(student, folder, nb))
@@ -248,14 +249,15 @@ class Cluster:
             self._finish(job, _first_line(error))
             return
         except RayError as error:  # it died, or its machine did, or what it answered is gone
-            ray.kill(member.actor)  # lost to us, if perhaps not to itself
-            job.lost += 1
-            self._log.warning("%s 失联了（%s），它正在评的 %s 换一个评分进程重评", member.about.name, _first_line(error), job.student)
-            if job.lost < ATTEMPTS:
-                with self._changed:
-                    self._jobs.appendleft(job)
-            else:
+            self._let_go(member, job, _first_line(error))
+            # Those that have nothing to do would not be missed until they have: perhaps they are gone too.
+            while self._idle:
+                ray.kill(self._idle.pop().actor)
+            if job.lost >= ATTEMPTS:
                 self._finish(job, f"接连失去了 {job.lost} 个评分进程，都是在评这一份的时候")
+            return
+        if examiner_failed(found) and job.lost + 1 < ATTEMPTS:
+            self._let_go(member, job, "那里的考官自己出了错")
             return
         outcome.keep(found, job.student)
         self._done += 1
@@ -263,6 +265,21 @@ class Cluster:
         job.nb = None
         self._idle.append(member)
         self._finish(job)
+
+    def _let_go(self, member: _Member, job: _Job, why: str) -> None:
+        """Do without a worker that can no longer be relied on, and have its exam held by another."""
+        ray.kill(member.actor)  # lost to us, if perhaps not to itself
+        job.lost += 1
+        self._log.warning("%s 不能用了（%s），它正在评的 %s 换一个评分进程重评", member.about.name, why, job.student)
+        if job.lost < ATTEMPTS:
+            with self._changed:
+                self._jobs.appendleft(job)
+
+
+def examiner_failed(found: Outcome) -> bool:
+    """Whether an exam says more of its examiner than of the submission: with its CUDA context broken, say, all that follow would go the same way."""
+    stopped = {"check": "stopped", "verdict": judge.INCONCLUSIVE}
+    return any(stopped in check["records"] for check in found.report["checks"])
 
 
 def _connect(address: str) -> None:
