@@ -77,11 +77,11 @@ def test_the_package_imports_only_what_it_declares():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
             imported |= {name.partition(".")[0] for name in names}
-    declared = {canonicalize_name(Requirement(text).name) for text in [*PROJECT["project"]["dependencies"], *EXTRAS["cluster"], *EXTRAS["site"]]}
+    declared = {canonicalize_name(Requirement(text).name) for text in [*PROJECT["project"]["dependencies"], *EXTRAS["site"]]}
     owners = importlib.metadata.packages_distributions()
     gpu = {"cupy", "cupyx", "cuda", "cupti", "tensorrt", "tensorrt_bindings"}
-    peers = {Requirement(text).name.removesuffix("-gpu") for text in EXTRAS["peers"]}
-    for name in sorted(imported - set(sys.stdlib_module_names) - {"launchlab", "__main__"} - gpu - peers):
+    optional = {Requirement(text).name.removesuffix("-gpu") for text in [*EXTRAS["peers"], *EXTRAS["cluster"]]}
+    for name in sorted(imported - set(sys.stdlib_module_names) - {"launchlab", "__main__"} - gpu - optional):
         assert declared & {canonicalize_name(owner) for owner in owners.get(name, [])}, f"{name} is not declared"
 
 
