@@ -26,7 +26,7 @@ from nbformat import NotebookNode
 from nbgrader.api import Gradebook
 from zips import entry, zipped
 
-from launchlab import paths, readme
+from launchlab import paths
 
 PAGE = (paths.GRADER / "INSTRUCTORS.md").read_text(encoding="utf-8")
 DUE = datetime(2026, 3, 20, 23, 59)  # as the page has it, on this machine's clock
@@ -162,7 +162,8 @@ def give_mark(ask: Callable, page: str, test: str, mark: float) -> None:
 def made(tmp_path_factory) -> Path:
     course = Course.make(tmp_path_factory.mktemp("day") / "c")
     (course.root / "grader" / "launch").symlink_to(paths.GRADER / "launch")
-    (course.root / "README.md").write_text(f"{readme.BEGIN}\n{readme.END}\n", encoding="utf-8")  # `build` keeps the table of chapters there
+    for page in ("README.md", "grader/PLATFORMS.md"):  # `build` keeps tables there
+        shutil.copy(paths.ROOT / page, course.root / page)
     return course.root
 
 

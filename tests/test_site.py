@@ -64,7 +64,7 @@ def site(tmp_path_factory) -> Path:
             (root / "solutions" / name).symlink_to(paths.SOLUTIONS / name)
     shutil.copytree(paths.SOLUTIONS / STALE, root / "solutions" / STALE)
     with open(root / "solutions" / STALE / f"{STALE}.py", "a", encoding="utf-8") as source:
-        source.write("\n# %% [markdown]\n# 录制以后加的一格\n")
+        source.write("\n# %%\nadded = \"since the recording\"\n")
     for name in ("receipts", "PLATFORMS.md"):
         (grader / name).symlink_to(paths.GRADER / name)
     environment = {**os.environ, "LAUNCHLAB_ROOT": str(root), "LAUNCHLAB_BUILD": str(root / "build")}
