@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -21,10 +22,10 @@ from course_copy import NAME, POINTS, Course
 from launchlab import manifest
 from launchlab.exam.examine import Master, examine
 from launchlab.grading import outcome
-from launchlab.grading.worker import pack, unpack
+from launchlab.grading.worker import About, pack, unpack
 
 pytest.importorskip("ray", reason="not run: Ray is not installed")
-from launchlab.grading.cluster import examiner_failed
+from launchlab.grading import cluster as cluster_module
 
 ALL, NOTHING, OPEN = dict(POINTS), dict.fromkeys(POINTS, 0.0), dict.fromkeys(POINTS)
 EXPECTED = {"a": ALL, "b": ALL, "c": ALL | {"test_advance": 0.0}, "d": NOTHING, "e": OPEN}
@@ -208,6 +209,28 @@ def test_an_outcome_is_what_the_exam_left(mini, tmp_path):
     assert [cell.metadata.get("launchlab") for cell in again.cells if "nbgrader" in cell.metadata] == [cell.metadata.get("launchlab") for cell in examined.cells if "nbgrader" in cell.metadata]
 
 
+@pytest.mark.parametrize(
+    ("about", "gpus", "no_sandbox", "says"),
+    [
+        (About("m:1", "here", None, False), False, False, "没有可用的沙箱"),
+        (About("m:1", "here", None, False), False, True, None),
+        (About("m:1", "here", None, True), True, False, "CUDA 用不了它"),
+        (About("m:1", "there", "a GPU", True), True, False, "不是同一版本"),
+        (About("m:1", "here", "a GPU", True), True, False, None),
+    ],
+)
+def test_a_worker_is_taken_only_as_it_should_be(monkeypatch, about, gpus, no_sandbox, says):
+    one = object.__new__(cluster_module.Cluster)  # not connected: only what a worker tells of itself is looked at
+    one._course, one._gpus, one._no_sandbox, one._failures, one._idle, one._log = "here", gpus, no_sandbox, 0, [], logging.getLogger("cluster")
+    monkeypatch.setattr(cluster_module.ray, "get", lambda answer: answer)
+    if says:
+        with pytest.raises(cluster_module.ClusterError, match=says):
+            one._welcome(about, None)
+    else:
+        one._welcome(about, None)
+    assert [member.about for member in one._idle] == ([] if says else [about])
+
+
 def test_an_examiner_that_fails_is_told_from_a_submission_that_does(mini):
     """Of the one no further exam is to be believed."""
     honest, crashing = (nbformat.read(mini.solution, as_version=4) for _ in range(2))
@@ -219,7 +242,7 @@ def test_an_examiner_that_fails_is_told_from_a_submission_that_does(mini):
             found = outcome.Outcome.of("", examine(nb, mini), nb)
         finally:
             Master.dismiss()
-        assert (found.report["checks"][1]["verdict"], examiner_failed(found)) == expected
+        assert (found.report["checks"][1]["verdict"], cluster_module.examiner_failed(found)) == expected
 
 
 def test_a_key_stands_for_all_that_an_exam_depends_on(mini, tmp_path):

@@ -2,12 +2,11 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import nbformat
 import pytest
 
-from launchlab.exam import sandbox
+from launchlab.exam import family, sandbox
 from launchlab.exam.examine import Master, examine
 from launchlab.exam.kernel import Kernel
 from launchlab.exam.waiting import Waiting
@@ -15,8 +14,7 @@ from launchlab.manifest import Chapter
 
 TELL = """
 import os, sys
-from pathlib import Path
-print([name for name in ("numpy", "yaml") if name in sys.modules], sorted(path.name for path in Path().iterdir()), "_import" in globals())
+print([name for name in ("numpy", "yaml") if name in sys.modules], sorted(os.listdir()), "_import" in globals())
 """
 
 
@@ -33,14 +31,17 @@ def ahead() -> Iterator[Waiting]:
     made.close()
 
 
-def state(kernel: Kernel) -> str:
-    """As the kernel of the operating system tells it: T is stopped."""
-    return Path(f"/proc/{kernel.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+def stopped(kernel: Kernel) -> bool:
+    """Whether all that its keeper started has come to rest."""
+    members = family.family(kernel.process.pid)[1:]
+    return bool(members) and all(family.is_stopped(pid) for pid in members)
 
 
 def told(kernel: Kernel) -> str:
     kernel.wait_ready()
-    return kernel.run_cell(TELL, 20).outputs[0]["text"].strip()
+    result = kernel.run_cell(TELL, 20)
+    assert result.error is None, result
+    return result.outputs[0]["text"].strip()
 
 
 def test_each_is_given_out_once_with_its_own_files_alone(ahead, tmp_path):
@@ -76,8 +77,8 @@ def test_it_sleeps_while_something_is_timed(ahead):
     following = ahead._kernel
     try:
         with ahead.stopped():
-            assert state(following) == "T" and state(taken) != "T"
-        assert state(following) != "T"
+            assert stopped(following) and not stopped(taken)
+        assert not stopped(following)
         assert "numpy" in told(ahead.take(None))
     finally:
         taken.close()

@@ -11,6 +11,7 @@ import base64
 import contextlib
 import ctypes
 import json
+import math
 import os
 import shutil
 import signal
@@ -31,7 +32,7 @@ from nbformat.v4 import new_output
 
 from launchlab.exam import family, limits, sandbox
 from launchlab.exam.agent import TARGET
-from launchlab.exam.watch import Watch
+from launchlab.exam.watch import LOOK_SECONDS, Watch
 from launchlab.exam.wire import clean
 from launchlab.paths import timing_cache_of
 
@@ -268,20 +269,21 @@ class Kernel:
 
         Raises `KernelDied` if some of it keeps running: a family that forks on, say.
         """
-        self._rest()
+        self._rest(math.inf)  # who is stopped takes no more
         until = time.monotonic() + STOP_SECONDS
         while time.monotonic() < until:
             members = self._members()
             for pid in members:
                 family.send(pid, signal.SIGSTOP)
-            if all(family.is_stopped(pid) for pid in members) and self._members() == members:
+            # The keeper alone has only just been started, and is about to start the others.
+            if (members or self.process.poll() is not None) and all(family.is_stopped(pid) for pid in members) and self._members() == members:
                 return
             time.sleep(0.0002)  # threads come to rest one by one
         raise KernelDied("计时的时候，它的进程不肯停下来")
 
     def resume(self) -> None:
         """Let a paused process go on."""
-        self._rest()
+        self._rest(LOOK_SECONDS)
         for pid in self._members():
             family.send(pid, signal.SIGCONT)
 
@@ -289,9 +291,9 @@ class Kernel:
         """The process and all it started; not the keeper, which has to stay awake to end them."""
         return family.family(self.process.pid)[1:]
 
-    def _rest(self) -> None:
+    def _rest(self, seconds: float) -> None:
         if self.watch is not None:
-            self.watch.rest()
+            self.watch.rest(seconds)
 
     def _kill(self) -> None:
         """Have the keeper end the process and all it started, and wait for that; kill them all if it does not come to it."""

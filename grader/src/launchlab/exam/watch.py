@@ -48,9 +48,9 @@ class Watch:
         self._before = running_tasks()
         threading.Thread(target=self._watch, daemon=True, name="watch").start()
 
-    def rest(self) -> None:
-        """Do not look for a moment: the process was just paused or resumed, and the next milliseconds may be timed."""
-        self._not_before = time.monotonic() + LOOK_SECONDS
+    def rest(self, seconds: float = LOOK_SECONDS) -> None:
+        """Do not look for ``seconds`` (math.inf: until told otherwise): what happens meanwhile may be timed."""
+        self._not_before = time.monotonic() + seconds
 
     def end(self) -> None:
         """Stop watching."""

@@ -74,11 +74,11 @@ class _Member:
 class Cluster:
     """A connection to the cluster at ``address`` ("HOST:PORT", or `HERE`), for exams of ``chapter``.
 
-    ``log``: the grader's. Raises `ClusterError`.
+    ``log``: the grader's; ``no_sandbox``: take workers without a sandbox, too. Raises `ClusterError`.
     """
 
-    def __init__(self, address: str, chapter: Chapter, log: logging.Logger):
-        self._chapter, self._log = chapter, log
+    def __init__(self, address: str, chapter: Chapter, log: logging.Logger, no_sandbox: bool):
+        self._chapter, self._log, self._no_sandbox = chapter, log, no_sandbox
         self._course = outcome.course_key(chapter)
         self._jobs: deque[_Job] = deque()
         self._read: Callable[[Path], NotebookNode] | None = None
@@ -236,6 +236,8 @@ class Cluster:
             raise ClusterError(f"{about.name} 上的课程与这里的不是同一版本，评出来的分数不能放在一起。请在那台机器上更新到同一版本，再运行一次。")
         if self._gpus and about.gpu is None:
             raise ClusterError(f"Ray 说 {about.name} 有 GPU，但 CUDA 用不了它。请在那台机器上运行 ./grader/launch doctor。")
+        if not (about.sandbox or self._no_sandbox):
+            raise ClusterError(f"{about.name} 上没有可用的沙箱，提交里的代码会看到那台机器的文件和网络，还有整个集群。请在那里安装 bubblewrap；确实要这样评分，加 --no-sandbox。")
         self._log.info("%s（%s）加入评分%s", about.name, about.gpu or "没有 GPU", "" if about.sandbox else "，那里没有沙箱")
         self._idle.append(_Member(actor, about))
 
