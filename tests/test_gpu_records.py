@@ -1,4 +1,4 @@
-"""What was run on a GPU before, looked at again without one: the soak of four services, and the mistakes that must fail."""
+"""What was run on a GPU before, looked at again without one: all solutions, a soak of four services, mistakes that must fail."""
 
 import ast
 import json
@@ -7,11 +7,12 @@ from pathlib import Path
 import attack_files
 import gpu_mutants
 import gpu_soak
+import gpu_solutions
 import nbformat
 import pytest
 from soak_traffic import CHAPTERS, EVERY, REQUESTS, WARM
 
-from launchlab.manifest import chapter
+from launchlab.manifest import chapter, chapters
 
 RECORDS = Path(__file__).parent / "records"
 MUTANTS = gpu_mutants.mutants()
@@ -23,6 +24,25 @@ def recorded(name: str) -> dict:
     if not path.exists():
         pytest.skip(f"not run: needs a GPU: python3 tests/{name}.py tests/records/{name}.json")
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_all_solutions_were_graded_in_one_go():
+    assert gpu_solutions.problems(recorded("gpu_solutions")) == []
+
+
+@pytest.mark.parametrize(("words", "spoil"), [
+    ("no seconds", lambda record: record.pop("seconds")),
+    ("03_cuda_graph_concepts: not graded", lambda record: record["chapters"].pop(2)),
+    ("03_cuda_graph_concepts: 11 of 12", lambda record: record["chapters"][2].update(score=11)),
+    ("03_cuda_graph_concepts: 7 of 7", lambda record: record["chapters"][2].update(score=7, max=7)),
+    ("03_cuda_graph_concepts: it broke", lambda record: record["chapters"][2].update(error="it broke")),
+])
+def test_solutions_with_a_shortcoming_are_refused(words, spoil):
+    record = {"gpu": "G", "driver": "1", "date": "2026-01-01", "versions": {"cupy": "1"}, "seconds": 1.0}
+    record["chapters"] = [{"chapter": each.name, "score": each.points, "max": each.points} for each in chapters()]
+    assert gpu_solutions.problems(record) == []
+    spoil(record)
+    assert gpu_solutions.problems(record) == [words]
 
 
 def test_soak_shows_a_thousand_right_answers_each_and_flat_memory():

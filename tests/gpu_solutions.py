@@ -1,0 +1,115 @@
+"""Grade the solutions of all chapters in one go, on the GPUs of this machine, one exam a GPU at a time.
+
+usage: PYTHONPATH=grader/src python3 tests/gpu_solutions.py OUT.json [CHAPTER …] [--seconds 900] [--gpus 1]
+
+Each GPU has a process of its own, which takes the next chapter when it has done one. OUT.json holds score and seconds of each
+chapter and of the whole, and is written anew after each. Exit code 0 if all got full marks, 1 if not, 3 without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import queue
+import sys
+import time
+import traceback
+from datetime import UTC, datetime
+from pathlib import Path
+
+import nbformat
+
+from launchlab.device import gpu
+from launchlab.exam.examine import examine
+from launchlab.exam.report import versions
+from launchlab.manifest import chapter, chapters
+
+PATIENCE = 600.0  # seconds that one chapter may take before the run is given up
+
+
+def problems(record: dict) -> list[str]:
+    """What a record does not show, though it is to: full marks in every chapter of the course."""
+    found = [f"no {key}" for key in ("gpu", "driver", "date", "versions", "seconds") if not record.get(key)]
+    graded = {told["chapter"]: told for told in record.get("chapters", [])}
+    for each in chapters():
+        told = graded.get(each.name)
+        if told is None:
+            found.append(f"{each.name}: not graded")
+        elif "error" in told:
+            found.append(f"{each.name}: {told['error']}")
+        elif told["score"] != told["max"] or told["max"] != each.points:
+            found.append(f"{each.name}: {told['score']} of {told['max']}")
+    return found
+
+
+def graded(name: str) -> dict:
+    """The exam of one solution: score, max, seconds, and what any test lost, with its reason."""
+    which, began = chapter(name), time.monotonic()
+    try:
+        report = examine(nbformat.read(which.solution, as_version=4), which)
+    except Exception as error:  # noqa: BLE001 - the other chapters are graded all the same
+        traceback.print_exc()
+        return {"chapter": which.name, "error": f"{type(error).__name__}: {error}"[:500], "seconds": round(time.monotonic() - began, 1)}
+    lost = {check.id: f"{check.verdict}: {check.reason}" for check in report.checks if check.score != check.points}
+    score, most = (sum(value or 0 for value in values) for values in zip(*((check.score, check.points) for check in report.checks), strict=True))
+    return {"chapter": which.name, "score": score, "max": most, "seconds": round(time.monotonic() - began, 1), "lost": lost}
+
+
+def worker(number: int, todo: multiprocessing.Queue, done: multiprocessing.Queue) -> None:
+    """Grade chapters on GPU ``number`` of those that are visible, until none is left."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[number] if visible else str(number)
+    while True:
+        try:
+            name = todo.get(timeout=1)
+        except queue.Empty:
+            return
+        done.put(graded(name) | {"gpu": number})
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("out", type=Path)
+    arguments.add_argument("names", nargs="*", metavar="CHAPTER")
+    arguments.add_argument("--seconds", type=float, default=900.0, help="take no further result after so long")
+    arguments.add_argument("--gpus", type=int, default=1)
+    chosen = arguments.parse_args()
+    if gpu() is None:
+        print("not run: needs a GPU")
+        return 3
+    began, context = time.monotonic(), multiprocessing.get_context("spawn")
+    names = [chapter(name).name for name in chosen.names] or [each.name for each in chapters()]
+    todo, done = context.Queue(), context.Queue()
+    for name in names:
+        todo.put(name)
+    workers = [context.Process(target=worker, args=(number, todo, done)) for number in range(chosen.gpus)]
+    for each in workers:
+        each.start()
+    record = {
+        "gpu": gpu().name, "gpus": chosen.gpus, "driver": gpu().driver, "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions(), "chapters": [],
+    }  # fmt: skip
+    while len(record["chapters"]) < len(names):
+        left = min(PATIENCE, began + chosen.seconds - time.monotonic())
+        try:
+            told = done.get(timeout=max(0.1, left))
+        except queue.Empty:
+            break
+        record["chapters"].append(told)
+        record["seconds"] = round(time.monotonic() - began, 1)
+        chosen.out.write_text(json.dumps(record, ensure_ascii=False, indent=1), encoding="utf-8")
+        found = told.get("error") or f"{told['score']} of {told['max']}"
+        print(f"{record['seconds']:6.1f} s  {told['chapter']}: {found} in {told['seconds']} s {told.get('lost') or ''}", flush=True)
+    for each in workers:
+        each.terminate()
+        each.join()
+    wrong = [told["chapter"] for told in record["chapters"] if "error" in told or told["score"] != told["max"]]
+    missing = sorted(set(names) - {told["chapter"] for told in record["chapters"]})
+    print(f"{len(record['chapters'])} of {len(names)} graded, without full marks: {wrong or 'none'}, not reached: {missing or 'none'}")
+    return 1 if wrong or missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
