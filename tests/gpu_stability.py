@@ -1,15 +1,18 @@
-"""How steady the verdict of chapter 3's speed exercise is: 50 exams each of three candidates, on a real GPU.
+"""How far the verdict of chapter 3's speed exercise is to be trusted: many exams of candidates whose speed is known, on a real GPU.
 
-usage: PYTHONPATH=grader/src python3 tests/gpu_stability.py OUT.json [seconds]
+usage: PYTHONPATH=grader/src python3 tests/gpu_stability.py OUT.json [--seconds 550] [--exams 200] [CASE …]
 
-The reference must never fail; an eager impersonator and a graph with half of the nodes must
-never pass. Every second group of five exams runs beside one busy process a CPU core. Each candidate's process
-stays warm, and only the speed exercise is examined. OUT.json is written anew after each exam, and a run goes
-on where an earlier one left it; ``seconds`` (550) bounds the run. Exit code 0, 1 if a verdict was wrong, 3 without a GPU.
+The reference must always get full marks; an eager impersonator and a graph with half of the nodes must never get any. Four
+near misses are as fast as the bar asks and 10 % and 25 % less or more: above it anything but full marks is a false failure,
+below it full marks are a false pass (half of the marks are due halfway to the bar). What is left open to a person is neither.
+Every second group of five exams runs beside one busy process a CPU core. Each candidate's process stays warm, and only the
+speed exercise is examined. OUT.json is written anew after each exam, and a run goes on where an earlier one left it. Exit
+code 0 if no verdict was wrong and all exams were held, 1 otherwise, 3 without a GPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -25,19 +28,32 @@ from launchlab.device import gpu
 from launchlab.exam import examine, judge, sandbox
 from launchlab.exam.kernel import Kernel
 from launchlab.exam.process import Process
-from launchlab.exam.report import CheckReport
+from launchlab.exam.report import CheckReport, versions
 from launchlab.manifest import chapter
 
+NEAR_MISS = Path(__file__).with_name("near_miss.txt")
+BAR = 2.0  # of the exercise, where the reference gains four times or more
 CASES = {"reference": "keep_reference", "eager": "eager_impersonator", "half": "half_of_the_nodes"}
-EXAMS, GROUP = 50, 5
+NEAR = {"25 % below": 0.75, "10 % below": 0.9, "10 % above": 1.1, "25 % above": 1.25}
+DUE = {"reference", "10 % above", "25 % above"}  # full marks; nobody else may have them
+GROUP = 5
+
+
+def candidate(case: str) -> attack_files.Attack:
+    """The submission of one case."""
+    if case in CASES:
+        return attack_files.parse(FOLDER / f"{CASES[case]}.txt")
+    attack = attack_files.parse(NEAR_MISS)
+    attack.cells = [(place, name, code.replace("RATIO = 2.0", f"RATIO = {BAR * NEAR[case]}")) for place, name, code in attack.cells]
+    return attack
 
 
 def one(master: examine.Master, student: Process) -> dict:
     """One exam of the speed exercise: verdict, reason, seconds, and the bounds of what was measured."""
     test = master.tests[SLOW]
     report = CheckReport(test.id, test.kind, test.needs_gpu, test.points)
-    examine._examine_one(test.source, report, student, master, gpu().name)
-    found = {"verdict": report.verdict, "score": report.score, "seconds": report.seconds, "reason": report.reason}
+    examine._examine_one(test.source, report, student, master)
+    found = {"verdict": report.verdict, "score": report.score, "of": report.points, "seconds": report.seconds, "reason": report.reason}
     for record in report.records:
         if record["check"] == "speedup" and not record["states_differ"]:
             measured = judge.speedup(record["attempts"][-1], record["at_least"], record["ceiling"])
@@ -46,56 +62,76 @@ def one(master: examine.Master, student: Process) -> dict:
     return found
 
 
+def is_wrong(exam: dict) -> bool:
+    """Whether an exam ended in a false failure or a false pass."""
+    if exam["score"] is None:
+        return False
+    if exam["case"] in DUE:
+        return exam["score"] < exam["of"]
+    return exam["score"] == exam["of"] or (exam["case"] in CASES and exam["score"] > 0)
+
+
 def summary(exams: list[dict]) -> dict:
-    """Verdicts by candidate, quiet and busy."""
+    """By candidate, quiet and busy: exams, seconds, verdicts with their marks, and how many were wrong."""
     found: dict = {}
     for exam in exams:
         key = f"{exam['case']}, {'busy' if exam['busy'] else 'quiet'}"
-        counts = found.setdefault(key, {"exams": 0, "seconds": 0.0, "verdicts": {}})
+        counts = found.setdefault(key, {"exams": 0, "seconds": 0.0, "verdicts": {}, "wrong": 0})
         counts["exams"] += 1
         counts["seconds"] = round(counts["seconds"] + exam["seconds"], 1)
-        counts["verdicts"][exam["verdict"]] = counts["verdicts"].get(exam["verdict"], 0) + 1
+        verdict = exam["verdict"] if exam["score"] is None else f"{exam['verdict']}, {exam['score']:g} of {exam['of']:g}"
+        counts["verdicts"][verdict] = counts["verdicts"].get(verdict, 0) + 1
+        counts["wrong"] += is_wrong(exam)
     return found
 
 
-def main(out: Path, seconds: float) -> int:
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("out", type=Path)
+    arguments.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join([*CASES, *NEAR])}; all, if none is named")
+    arguments.add_argument("--seconds", type=float, default=550.0)
+    arguments.add_argument("--exams", type=int, default=200)
+    chosen = arguments.parse_args()
+    cases = chosen.cases or [*CASES, *NEAR]
+    if unknown := set(cases) - {*CASES, *NEAR}:
+        arguments.error(f"no case {sorted(unknown)}")
     if gpu() is None:
         print("not run: needs a GPU")
         return 3
     began, which = time.monotonic(), chapter(CHAPTER)
     master = examine.Master.of(which)
     master.reference.load()
-    students = {}
-    for case, name in CASES.items():
-        nb = notebook(attack_files.parse(FOLDER / f"{name}.txt"), which)
-        make_kernel = partial(Kernel, given=which.solution.parent, sandboxed=sandbox.works())
-        students[case] = Process(master.cells_to_run(nb), make_kernel, True)
-    exams: list[dict] = json.loads(out.read_text(encoding="utf-8"))["exams"] if out.exists() else []
+    make_kernel = partial(Kernel, given=which.solution.parent, sandboxed=sandbox.works())
+    students = {case: Process(master.cells_to_run(notebook(candidate(case))), make_kernel, True) for case in cases}
+    exams: list[dict] = json.loads(chosen.out.read_text(encoding="utf-8"))["exams"] if chosen.out.exists() else []
     known = {(exam["case"], exam["number"]) for exam in exams}
     load: list[subprocess.Popen] = []
     try:
-        for number in range(EXAMS):
-            busy = number // GROUP % 2 == 1
-            if {(case, number) for case in CASES} <= known:
+        for number in range(chosen.exams):
+            if all((case, number) in known for case in cases):
                 continue
+            busy = number // GROUP % 2 == 1
             if busy and not load:
                 load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
             elif not busy:
                 end(load)
             for case, student in students.items():
-                if (case, number) not in known and time.monotonic() - began < seconds:
+                if (case, number) not in known and time.monotonic() - began < chosen.seconds:
                     exams.append({"case": case, "number": number, "busy": busy} | one(master, student))
-                    record = {"gpu": gpu().name, "cores": os.cpu_count(), "seconds": round(time.monotonic() - began, 1), "summary": summary(exams), "exams": exams}
-                    out.write_text(json.dumps(record, ensure_ascii=False, indent=1), encoding="utf-8")
+                    record = {
+                        "gpu": gpu().name, "driver": gpu().driver, "versions": versions(), "cores": os.cpu_count(),
+                        "seconds": round(time.monotonic() - began, 1), "summary": summary(exams), "exams": exams,
+                    }  # fmt: skip
+                    chosen.out.write_text(json.dumps(record, ensure_ascii=False, indent=1), encoding="utf-8")
     finally:
         end(load)
         for student in students.values():
             student.close()
     for key, counts in summary(exams).items():
         print(f"{key}: {counts}")
-    wrong = [exam for exam in exams if exam["verdict"] == ("failed" if exam["case"] == "reference" else "passed")]
-    print(f"{len(exams)} of {3 * EXAMS} exams in {time.monotonic() - began:.0f} s, {len(wrong)} wrong")
-    return 1 if wrong or len(exams) < 3 * EXAMS else 0
+    wrong = sum(is_wrong(exam) for exam in exams)
+    print(f"{len(exams)} of {len(cases) * chosen.exams} exams in {time.monotonic() - began:.0f} s, {wrong} wrong")
+    return 1 if wrong or len(exams) < len(cases) * chosen.exams else 0
 
 
 def end(load: list[subprocess.Popen]) -> None:
@@ -106,4 +142,4 @@ def end(load: list[subprocess.Popen]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 550.0))
+    sys.exit(main())
