@@ -52,7 +52,7 @@ class Cluster:
         (self.folder / "token").write_text("0" * 64)
         # jsonschema, which each of Ray's processes loads, would compile a grammar for two seconds.
         (self.folder / "rfc3987_syntax.py").write_text("raise ImportError")
-        self.environment = course.environment | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.folder / "token"), "RAY_ADDRESS": ""}
+        self.environment = course.environment | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.folder / "token"), "RAY_ADDRESS": "", cluster_module.NICENESS: "0"}
         self.environment["PYTHONPATH"] += os.pathsep + str(self.folder)
 
     def start(self) -> None:
@@ -145,7 +145,7 @@ def test_killed_graders_and_workers_cost_nobody_and_nobody_is_examined_twice(cou
     os.kill(worker, signal.SIGKILL)
     text, _ = grader.communicate(timeout=240)
     assert grader.returncode == 0, text
-    assert course.marks() == EXPECTED
+    assert course.marks() == EXPECTED, text
     assert f":{worker} 不能用了" in text and "正在评的 a 换一个评分进程重评" in text
     waited = int(text.split("接着上次：")[1].split(" ")[0])
     assert waited >= 2
@@ -168,7 +168,7 @@ def test_what_is_graded_stays_and_force_examines_anew(course, cluster):
     grader = grade(course, cluster, "--cluster", cluster.address, "--student", "b", "--force")
     text, _ = grader.communicate(timeout=120)
     assert grader.returncode == 0 and text.count(" 秒，") == 1 and course.report("b")["seconds"] != before["seconds"], text
-    assert course.marks() == EXPECTED
+    assert course.marks() == EXPECTED, text
 
 
 def test_another_version_of_the_course_is_not_graded_with(course, cluster, tmp_path):
