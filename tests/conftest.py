@@ -1,14 +1,17 @@
 """What tests share: a course of one chapter that needs no GPU, in a folder of its own."""
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
+from kernels import BEST
 from nbgrader.api import Gradebook
 
 from launchlab import manifest, paths
 from launchlab.course import build
 from launchlab.course.release import settings
+from launchlab.exam.kernel import Kernel
 
 MINI = Path(__file__).parent / "mini_course"
 
@@ -53,3 +56,20 @@ def mini_with_gradebook(mini, new_gradebook) -> manifest.Chapter:
     paths.BUILD.mkdir(exist_ok=True)
     shutil.copy(new_gradebook, paths.BUILD)
     return mini
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Starts kernels as grading does, and ends them."""
+    # pytest puts this folder on the path, and so into the sandbox's view: graders have no such entry.
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).parent])
+    started = []
+
+    def make(sandboxed: bool = BEST) -> Kernel:
+        started.append(Kernel(sandboxed=sandboxed))
+        started[-1].wait_ready()
+        return started[-1]
+
+    yield make
+    for kernel in started:
+        kernel.close()

@@ -1,6 +1,5 @@
 """What a submission's processes may take, see and leave: tried with programs that try."""
 
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 from course_copy import NAME, Course, once
+from kernels import BOTH, needs_sandbox, told
 
 from launchlab.exam import family, limits, sandbox, watch
 from launchlab.exam.examine import Master
@@ -23,31 +23,7 @@ from launchlab.exam.process import Cell, Process
 from launchlab.exam.remote import Namespace
 from launchlab.exam.watch import NoRoom
 
-needs_sandbox = pytest.mark.skipif(not sandbox.works(), reason="bubblewrap is not installed, or may not be used here")
-BOTH = [pytest.param(True, marks=needs_sandbox, id="sandboxed"), pytest.param(False, id="plain")]
 MARK = f"97{os.getpid()}"  # seconds to sleep, by which the sleepers of this test run are known
-
-
-@pytest.fixture
-def start():
-    """Starts kernels as grading does, and ends them."""
-    started = []
-
-    def make(sandboxed: bool) -> Kernel:
-        started.append(Kernel(sandboxed=sandboxed))
-        started[-1].wait_ready()
-        return started[-1]
-
-    yield make
-    for kernel in started:
-        kernel.close()
-
-
-def told(kernel: Kernel, code: str, seconds: float = 30) -> object:
-    """What a cell prints as JSON."""
-    result = kernel.run_cell(code, seconds)
-    assert result.error is None, result
-    return json.loads("".join(output.text for output in result.outputs if output.output_type == "stream"))
 
 
 def ends(kernel: Kernel, code: str, says: str) -> None:

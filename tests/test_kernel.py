@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from kernels import BEST, BOTH, needs_sandbox, told
 
 from launchlab.exam import judge, sandbox
 from launchlab.exam.examine import explain
@@ -20,35 +21,6 @@ from launchlab.exam.kernel import Kernel, KernelDied, KernelTimeout
 from launchlab.exam.party import PartyError, PartyLost
 from launchlab.exam.process import Cell, Process
 from launchlab.exam.remote import Namespace
-
-needs_sandbox = pytest.mark.skipif(not sandbox.works(), reason="bubblewrap is not installed, or may not be used here")
-BOTH = [pytest.param(True, marks=needs_sandbox, id="sandboxed"), pytest.param(False, id="plain")]
-BEST = sandbox.works()  # what grading uses here
-
-
-@pytest.fixture
-def start(monkeypatch):
-    """Starts kernels as grading does, and ends them."""
-    # pytest puts this folder on the path, and so into the sandbox's view: graders have no such entry.
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).parent])
-    started = []
-
-    def make(sandboxed: bool = BEST) -> Kernel:
-        started.append(Kernel(sandboxed=sandboxed))
-        started[-1].wait_ready()
-        return started[-1]
-
-    yield make
-    for kernel in started:
-        kernel.close()
-
-
-def told(kernel: Kernel, code: str, seconds: float = 30) -> object:
-    """What a cell prints as JSON."""
-    result = kernel.run_cell(code, seconds)
-    assert result.error is None, result
-    return json.loads("".join(output.text for output in result.outputs if output.output_type == "stream"))
-
 
 # --- ends ----------------------------------------------------------------------------------------------
 
