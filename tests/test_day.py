@@ -8,11 +8,8 @@ import json
 import os
 import re
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -22,6 +19,7 @@ from pathlib import Path
 import postgres
 import pytest
 from course_copy import NAME, POINTS, Course
+from lab_server import answering, free_port
 from nbformat import NotebookNode
 from nbgrader.api import Gradebook
 from zips import entry, zipped
@@ -103,8 +101,7 @@ class Desk:
     @contextlib.contextmanager
     def lab(self) -> Iterator[Callable]:
         """JupyterLab as the page starts it; yields a function that asks it over HTTP: (path, data to put) -> body."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         process = self.start("./launch lab", f"--no-browser --port={port} --IdentityProvider.token=t >{self.build}/lab.log 2>&1")
 
         def ask(path: str, put: dict | None = None) -> str:
@@ -114,22 +111,8 @@ class Desk:
             with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.read().decode()
 
-        try:
-            for _ in range(400):
-                try:
-                    ask("api/status")
-                    break
-                except urllib.error.URLError:
-                    assert process.poll() is None, "JupyterLab ended"
-                    time.sleep(0.15)
+        with answering(process, lambda: ask("api/status")):
             yield ask
-        finally:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.communicate(timeout=20)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
 
 
 def commands(heading: str) -> list[str]:

@@ -169,8 +169,8 @@ class Check:
         self.records.append(record)
         if record["states_differ"]:
             raise CheckFailed("计时的时候，重放之后的数据和应有的不一样：有几次运行没有真正做完全部的工作。请确认每次重放都在同一块缓冲上推进状态，没有缓存旧结果，也没有漏掉同步。")
-        result = judge.speedup(record["attempts"][-1], at_least, ceiling)
-        median = statistics.median(judge.ratios(record["attempts"][-1], "baseline", "candidate"))
+        ratios, result = judge.measured(record)
+        median = statistics.median(ratios["candidate"])
         self._announce(_passed_on(result, median, why, f"测了 {len(record['attempts'])} 轮，噪声仍然太大"))
         self._unsettled.append((record, over, best))
         if self._open:
@@ -185,9 +185,10 @@ class Check:
         asking costs does not count; all else is `speedup`'s. ``at_least`` as there. Returns the median of the ratios.
         """
         kept = {name: [float(value) for value in values] for name, values in seconds.items()}
-        result = judge.faster(kept, at_least)
-        self.records.append({"check": "faster", "at_least": at_least, "seconds": kept})
-        median = statistics.median(over / under for over, under in zip(kept["baseline"], kept["candidate"], strict=True))
+        record = {"check": "faster", "at_least": at_least, "seconds": kept}
+        ratios, result = judge.measured(record)
+        self.records.append(record)
+        median = statistics.median(ratios["candidate"])
         self._announce(_passed_on(result, median, why, f"{len(kept['best'])} 次有快有慢，差得太多"))
         return median
 

@@ -92,11 +92,14 @@ def faster(seconds: Mapping[str, Sequence[float]], at_least: float) -> dict[str,
     names = ("baseline", "candidate", "best")
     if set(seconds) != set(names) or len({len(seconds[name]) for name in names}) > 1 or len(seconds["best"]) < 3:
         raise ValueError("faster() wants the seconds of baseline, candidate and best, three or more of each")
-    baseline, candidate, best = (seconds[name] for name in names)
-    low, high = bounds([over / under for over, under in zip(baseline, candidate, strict=True)])
-    against_best, _ = bounds([over / under for over, under in zip(best, candidate, strict=True)])
-    gain = statistics.median(over / under for over, under in zip(baseline, best, strict=True))
-    return _decide(low, high, gain, against_best, at_least, None)
+    low, high = bounds(_quotients(seconds, "baseline", "candidate"))
+    against_best, _ = bounds(_quotients(seconds, "best", "candidate"))
+    return _decide(low, high, statistics.median(_quotients(seconds, "baseline", "best")), against_best, at_least, None)
+
+
+def _quotients(seconds: Mapping[str, Sequence[float]], over: str, under: str) -> list[float]:
+    """What `ratios` is for rounds, for times that stand as they are."""
+    return [above / below for above, below in zip(seconds[over], seconds[under], strict=True)]
 
 
 def _decide(low: float, high: float, best: float, against_best: float, at_least: float, ceiling: float | None) -> dict[str, Any]:
@@ -128,12 +131,8 @@ def measured(record: dict) -> tuple[dict[str, list[float]], dict[str, Any]] | No
             found = {name: ratios(rounds, "baseline", name) for name in ("candidate", "best")}
             return found, speedup(rounds, record["at_least"], record["ceiling"])
         case "faster":
-            seconds = record["seconds"]
-            found = {
-                name: [over / under for over, under in zip(seconds["baseline"], seconds[name], strict=True)]
-                for name in ("candidate", "best")
-            }
-            return found, faster(seconds, record["at_least"])
+            judged = faster(record["seconds"], record["at_least"])  # first: it refuses what is no set of times
+            return {name: _quotients(record["seconds"], "baseline", name) for name in ("candidate", "best")}, judged
     return None
 
 
@@ -200,12 +199,12 @@ def _judge(record: dict) -> tuple[str, float]:
                 return FAILED, 0.0
             if not record["attempts"] or len(record["attempts"][-1]) != PAIRS:
                 raise ValueError("a speed-up is judged on a full set of rounds")
-            result = speedup(record["attempts"][-1], record["at_least"], record["ceiling"])
+            _, result = measured(record)
             if result["verdict"] == PASSED and disturbed(record):
                 return INCONCLUSIVE, 0.0
             return result["verdict"], result["credit"]
         case "faster":
-            result = faster(record["seconds"], record["at_least"])
+            _, result = measured(record)
             return result["verdict"], result["credit"]
         case "stopped":
             if record["verdict"] == PASSED:
