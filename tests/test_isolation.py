@@ -405,6 +405,37 @@ def test_sweeping_follows_no_link(tmp_path, monkeypatch):
     assert (home / "file").stat().st_mode & 0o777 == 0o400
 
 
+def test_sweepers_side_by_side_do_not_stumble_over_each_other(tmp_path):
+    """Graders sweep at each kernel's start, and what one finds another may remove in that moment."""
+    for number in range(60):
+        (tmp_path / f"ll-999999999-{number}" / "within").mkdir(parents=True)
+    code = "import sys\nfrom launchlab.exam import kernel\nprint('ready', flush=True)\nsys.stdin.read()\nkernel.sweep()"
+    environment, pipe = os.environ | {"TMPDIR": str(tmp_path)}, subprocess.PIPE
+    sweepers = [subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, env=environment) for _ in range(3)]
+    for sweeper in sweepers:
+        assert sweeper.stdout.readline() == b"ready\n"
+    for sweeper in sweepers:
+        sweeper.stdin.close()
+    assert [(sweeper.wait(60), sweeper.stderr.read()) for sweeper in sweepers] == [(0, b"")] * len(sweepers)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_that_end_while_they_are_looked_at_are_no_trouble():
+    """Once a look at /proc raised FileNotFoundError when a process ended between two steps of it."""
+    parent = subprocess.Popen(["/bin/sh", "-c", "while :; do /bin/true & /bin/true; done"])
+    try:
+        until, seen = time.monotonic() + 3, set()
+        while time.monotonic() < until:
+            for pid in family.family(parent.pid)[1:]:
+                seen.add(pid)
+                for look in (family.tasks, family.resident, family.memory, lambda pids: family.children(*pids)):
+                    look([pid])
+        assert len(seen) > 20  # control
+    finally:
+        family.kill(parent.pid)
+        parent.wait()
+
+
 # --- without a sandbox -----------------------------------------------------------------------------------
 
 

@@ -9,10 +9,14 @@ from pathlib import Path
 
 def children(pid: int) -> list[int]:
     """The processes that ``pid`` started, or was left with, and that are still there."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []  # it has just ended
     found: list[int] = []
-    for told in Path(f"/proc/{pid}/task").glob("*/children"):
+    for thread in threads:
         try:
-            found += [int(child) for child in told.read_text().split()]
+            found += [int(child) for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split()]
         except OSError:
             continue
     return found

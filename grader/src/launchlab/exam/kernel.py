@@ -15,6 +15,7 @@ import math
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -346,13 +347,21 @@ def end_with(parent: int, number: int) -> None:
 
 
 def sweep() -> None:
-    """Remove folders and control groups of examiners that were killed before they could."""
+    """Remove folders and control groups of examiners that were killed before they could; others may do the same meanwhile."""
     limits.sweep()
     for folder in Path(tempfile.gettempdir()).glob("ll-*-*"):
         owner = folder.name.split("-")[1]
-        ours = not folder.is_symlink() and folder.lstat().st_uid == os.geteuid()  # anybody may put a name like this there
-        if ours and owner.isdecimal() and not Path("/proc", owner).exists() and Path("/proc/self").exists():
+        if owner.isdecimal() and not Path("/proc", owner).exists() and Path("/proc/self").exists() and _is_own_folder(folder):
             remove(folder)
+
+
+def _is_own_folder(path: Path) -> bool:
+    """Whether this user made a folder there: anybody may put a name, or a link, into the place for temporary files."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False  # its examiner, or another that sweeps, was quicker
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def remove(folder: Path) -> None:
