@@ -1,5 +1,6 @@
 """The command line as typed."""
 
+import json
 import subprocess
 import sys
 
@@ -69,6 +70,24 @@ def test_grade_hands_its_options_to_nbgrader(mini, capfd):
     (paths.GRADER / "nbgrader_config.py").symlink_to(CONFIG)
     assert cli.run(["grade", "90_mini", "--student", "nobody"]) != 0
     assert "nobody" in "".join(capfd.readouterr())
+
+
+def test_table_of_chapters_tells_what_the_receipts_measured(monkeypatch):
+    def slower(chapter):
+        """Its receipt, had the baseline of its speed-up taken twice as long."""
+        receipt = json.loads(chapter.receipt.read_text(encoding="utf-8"))
+        for record in (record for check in receipt["checks"] for record in check["records"] if record["check"] == "speedup"):
+            for samples in (each["baseline"] for each in record["attempts"][-1]):
+                samples[:] = [[runs, 2 * seconds] for runs, seconds in samples]
+        return receipt
+
+    def gain():
+        (row,) = [row for row in readme.table().splitlines() if "CUDA 图优化概念" in row]
+        return float(row.split("|")[4].strip(" ×"))
+
+    before = gain()
+    monkeypatch.setattr(readme.receipt, "load", slower)
+    assert gain() == pytest.approx(2 * before, rel=0.02)
 
 
 def test_table_of_chapters_follows_the_manifest(tmp_path, monkeypatch):
