@@ -517,7 +517,7 @@ lab.say(
 #
 # 1. `refitter = trt.Refitter(engine, logger)`：给这个引擎造一个重装器（refitter）；
 # 2. `refitter.get_all_weights()` 列出能换的名字；`get_weights_prototype(name)` 告诉你它要多少个、什么类型；
-# 3. `refitter.set_named_weights(name, trt.Weights(array))`，返回真假。数组要**留到重装完成**，这里同样不复制；
+# 3. `refitter.set_named_weights(name, trt.Weights(array))`，返回真假。这里同样只记地址：重装完成以前，数组的**内容不能变**；
 # 4. `refitter.get_missing_weights()`：还缺谁。有些权重被融合在一起，换一个就得把同伴也交出来；
 # 5. `refitter.refit_cuda_engine()`，返回真假。
 #
@@ -1126,7 +1126,7 @@ check.equal([student.choose(*case) for case in cases], [answer(*case) for case i
 #
 # 两个数组，第一个合格，第二个不合格：这时 `runner.weights` 应当是什么样子？
 #
-# 排好次序的数组谁来留住？留到什么时候？
+# 排好次序的副本，一个名字一份，还是共用一块？重装完成以前，谁会改写它？
 #
 # 不带权重的引擎，`runner.weights` 是空的。只给它七个权重，谁能告诉你少了第八个？（想想前面那个忘了装权重的实验。）
 #
