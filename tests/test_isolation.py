@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -212,6 +213,28 @@ def test_who_did_not_take_the_gpu_memory_is_not_blamed(start, monkeypatch):
     monkeypatch.setattr(watch, "free_memory", Gpu(None))
     with pytest.raises(NoRoom, match="不是这份提交"):
         kernel.check_share()
+
+
+def test_of_two_on_a_gpu_only_the_hoarder_is_blamed(start, monkeypatch):
+    """Both find it full at the same moment: what the one gives back is not held against the other."""
+    hoarder, honest = start(sandbox.works()), start(sandbox.works())
+    monkeypatch.setattr(watch, "SETTLE_SECONDS", 1.0)
+    monkeypatch.setattr(watch, "free_memory", Gpu(hoarder))
+    together, found = threading.Barrier(2), {}
+
+    def check(name: str, kernel: Kernel) -> None:
+        together.wait()
+        try:
+            kernel.check_share()
+        except (KernelDied, NoRoom) as ended:
+            found[name] = type(ended)
+
+    threads = [threading.Thread(target=check, args=each) for each in (("hoarder", hoarder), ("honest", honest))]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert found["hoarder"] is KernelDied and found.get("honest") in (None, NoRoom)
 
 
 @needs_sandbox

@@ -66,6 +66,12 @@ def gpu() -> Gpu | None:
     )
 
 
+def identity() -> str:
+    """What tells GPU 0 from all others of this machine, its equals included; "none" without a GPU."""
+    found = gpu()
+    return found.uuid or found.name if found else "none"
+
+
 def _driver() -> str:
     """The driver's version from NVML, which CUDA's own library does not tell; "" without NVML."""
     try:

@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from launchlab.device import free_memory
+from launchlab.device import free_memory, identity
 from launchlab.exam import family
 from launchlab.exam.limits import MOST_TASKS, family_memory
+from launchlab.exam.timing import GpuBusy, exclusive
 
 GLANCE_SECONDS, LOOK_SECONDS = 0.03, 0.25
 TASKS_SEEN = MOST_TASKS * 5 // 4  # where the kernel refuses more than MOST_TASKS, a program is told so, and lives
@@ -75,7 +76,7 @@ class Watch:
                 continue
             if now >= next_look or running_tasks() > self._before + TASKS_SEEN:
                 next_look = now + LOOK_SECONDS
-                with contextlib.suppress(OSError):  # gone between two steps of a look, its folder too
+                with contextlib.suppress(OSError, GpuBusy):  # gone between two steps of a look, its folder too
                     if self._alive():
                         self._act(self._share(sure=False))
 
@@ -98,16 +99,30 @@ class Watch:
         with self._lock:
             if self.why is not None or not self._alive():
                 return
-            self.why = why
-            before = free_memory()
-            self._kill()
             if why == GPU_FULL:
-                self._innocent = not self._freed(before)
+                self._find_out()
+            else:
+                self.why = why
+                self._kill()
 
-    def _freed(self, before: tuple[int, int] | None) -> bool:
+    def _find_out(self) -> None:
+        """End the family for a GPU that is full, and see whether that was its doing.
+
+        One family at a time on a GPU, whoever examines it: what another, ended meanwhile, gives back would be held against
+        this one. Who comes later and finds room again has nothing to find out.
+        """
+        with exclusive(f"{identity()} memory"):
+            before = free_memory()
+            if before is None or not gpu_is_full():
+                return
+            self.why = GPU_FULL
+            self._kill()
+            self._innocent = not self._freed(before)
+
+    def _freed(self, before: tuple[int, int]) -> bool:
         """Whether the GPU has got back a good part of its memory since ``before``: then it was theirs who have just ended."""
         until = time.monotonic() + SETTLE_SECONDS
-        while before is not None and time.monotonic() < until:
+        while time.monotonic() < until:
             now = free_memory()
             if now is None:
                 break
