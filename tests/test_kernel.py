@@ -412,6 +412,19 @@ def test_cells_that_never_end_do_not_take_forever(monkeypatch):
         party.close()
 
 
+def test_the_reference_is_loaded_again_however_long_its_class_has_lasted(monkeypatch):
+    monkeypatch.setattr("launchlab.exam.process.TOTAL_SECONDS", 0.01)
+    loaded = {}
+    for trusted in (True, False):
+        party = Process([Cell(0, "x = 1")], partial(Kernel, sandboxed=sandbox.works()), gpu=False, trusted=trusted)
+        for _ in range(2):
+            with contextlib.suppress(PartyLost):
+                party.load()
+            loaded[trusted] = not party.deadly
+            party.close()
+    assert loaded == {True: True, False: False}  # a learner's time, for one exam, is used up
+
+
 # --- words ---------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ from launchlab.exam.watch import NoRoom
 
 CELL_SECONDS = 30.0
 LOAD_SECONDS = 240.0  # all cells of a notebook together, restarts included
-TOTAL_SECONDS = 600.0  # of loading, all reloads of one exam together
+TOTAL_SECONDS = 600.0  # of loading a learner's process, all reloads of one exam together
 RESTARTS = 12
 
 
@@ -67,7 +67,8 @@ class Process(Party):
         deadline, self.deadline = self.deadline, None
         started = time.monotonic()
         try:
-            self._load(started + min(LOAD_SECONDS, TOTAL_SECONDS - self._spent))
+            # The reference serves a whole class, whose accidents add up.
+            self._load(started + (LOAD_SECONDS if self._trusted else min(LOAD_SECONDS, TOTAL_SECONDS - self._spent)))
         except BaseException:
             self.close()
             raise
