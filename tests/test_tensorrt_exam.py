@@ -66,6 +66,20 @@ def test_timings_are_lent_as_a_copy(kernel, tmp_path):
     assert (kernel.timing_cache / "x").read_text() == "changed" and not (tmp_path / "timing" / "x").exists()
 
 
+def test_what_is_kept_of_a_cache_is_whole_and_takes_nothing_away(tmp_path):
+    """Exams of two graders keep theirs in one place, while others read there: a file is replaced, never written in place."""
+    mine, kept = tmp_path / "mine", tmp_path / "build" / "cupy"
+    (mine / "below").mkdir(parents=True)
+    kept.mkdir(parents=True)
+    for path, text in ((mine / "a", "new"), (mine / "below" / "b", "new"), (kept / "a", "old"), (kept / "other", "old")):
+        path.write_text(text)
+    with open(kept / "a", encoding="utf-8") as reader:
+        exam._keep(mine, kept)
+        assert reader.read() == "old"
+    assert {path.relative_to(kept).as_posix(): path.read_text() for path in kept.rglob("*") if path.is_file()} == {"a": "new", "below/b": "new", "other": "old"}
+    assert [path.name for path in kept.parent.iterdir()] == ["cupy"]
+
+
 def test_known_timings_are_found_by_the_next(tmp_path):
     (tmp_path / "timing").mkdir()
     (tmp_path / "timing" / "known.cache").write_bytes(b"1234")

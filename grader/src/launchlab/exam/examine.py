@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import re
 import shutil
+import tempfile
 import time
 import traceback
 from functools import partial
@@ -346,10 +347,22 @@ class Reference:
         kernel = self.process.kernel
         for cache, kept in [(kernel.cupy_cache, self._master.cupy_cache), (kernel.timing_cache, self._master.timing_cache)] if kernel else []:
             with contextlib.suppress(OSError):  # written at this very moment, say: the next exam keeps it
-                shutil.copytree(cache, kept, dirs_exist_ok=True)
+                _keep(cache, kept)
 
     def close(self) -> None:
         self.process.close()
+
+
+def _keep(cache: Path, kept: Path) -> None:
+    """Copy the files of ``cache`` into ``kept``, each of them whole: other exams read there meanwhile."""
+    kept.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=kept.parent, prefix=".keeping-") as place:
+        shutil.copytree(cache, place, dirs_exist_ok=True)
+        for path in Path(place).rglob("*"):
+            if path.is_file():
+                target = kept / path.relative_to(place)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                path.replace(target)
 
 
 def _is_test(cell: NotebookNode, master: Master) -> bool:

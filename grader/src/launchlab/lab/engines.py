@@ -129,7 +129,8 @@ def timing_cache(config) -> Iterator[None]:
         known = path.read_bytes()
     except OSError:
         known = b""
-    if not config.set_timing_cache(config.create_timing_cache(known), ignore_mismatch=False):
+    cache = config.create_timing_cache(known)
+    if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
         config.set_timing_cache(config.create_timing_cache(b""), ignore_mismatch=False)
     yield
     with contextlib.suppress(OSError):  # a full disk costs the next build its time, not this one its result
