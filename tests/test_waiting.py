@@ -7,7 +7,7 @@ import nbformat
 import pytest
 
 from launchlab.exam import family, sandbox
-from launchlab.exam.examine import Master, examine
+from launchlab.exam.examine import Master, Reference, examine
 from launchlab.exam.kernel import Kernel
 from launchlab.exam.waiting import Waiting
 from launchlab.manifest import Chapter
@@ -105,6 +105,36 @@ def test_none_begins_where_it_would_cost_the_exam_time():
     taken = busy.take(None)
     taken.close()
     assert busy._kernel is None
+
+
+@pytest.mark.skipif(not sandbox.works(), reason="bubblewrap is not installed, or may not be used here")
+def test_the_learners_process_comes_up_while_the_reference_is_loaded(mini, monkeypatch):
+    """It has run nothing of the learner's then, and is the one that runs it; no other begins where no other follows."""
+    seen = []
+    load, run_cell = Reference.load, Kernel.run_cell
+
+    def loading(self):
+        waiting = self._master.waiting._kernel
+        load(self)
+        seen.append((waiting.process.pid, waiting.own, [each for each, _ in ran if each == waiting.process.pid]))
+
+    ran = []
+
+    def running(self, code, *arguments, **options):
+        ran.append((self.process.pid, code))
+        return run_cell(self, code, *arguments, **options)
+
+    monkeypatch.setattr(Reference, "load", loading)
+    monkeypatch.setattr(Kernel, "run_cell", running)
+    monkeypatch.setattr("launchlab.exam.waiting._cpus", lambda: 4)
+    try:
+        report = examine(nbformat.read(mini.solution, as_version=4), mini, files=mini.release.parent)
+        assert Master.of(mini).waiting._kernel is None
+    finally:
+        Master.dismiss()
+    assert report.score == report.max
+    [(pid, own, before)] = seen
+    assert own is None and before == [] and pid in [each for each, _ in ran]
 
 
 def with_a_speedup_first(chapter: Chapter) -> nbformat.NotebookNode:

@@ -69,10 +69,12 @@ def examine(nb: NotebookNode, chapter: Chapter, files: Path | None = None, of_cl
     sandboxed = sandbox.works()
     report = Report(chapter.name, "bubblewrap" if sandboxed else "none", gpu.name if gpu else None, gpu.driver if gpu else None, versions(), limits.told(sandboxed))
     tests = [(cell, master.tests[cell.metadata.nbgrader.grade_id]) for cell in nb.cells if _is_test(cell, master)]
+    master.waiting.ahead = of_class and sandboxed  # without a sandbox the learner's process could reach the next one
     if any(not lack or not test.needs_gpu for _, test in tests):
+        if sandboxed:
+            master.waiting.begin()  # the learner's process comes up meanwhile
         master.reference.load()  # before any of the learner's code can be in its way
         master.reference.keep_caches()
-    master.waiting.ahead = of_class and sandboxed  # without a sandbox the learner's process could reach the next one
     student = Process(master.cells_to_run(nb), partial(master.waiting.take, files), bool(gpu))
     try:
         # Speed-ups last: they end the learner's process, and whatever is examined after them pays for a new one.

@@ -110,13 +110,13 @@ class Kernel:
         self.client: BlockingKernelClient | None = None
         self.watch: Watch | None = None
         self.own: Path | None = None
-        self._given, self._sandboxed = given, sandboxed
+        self._given, self._sandboxed, self._trusted = given, sandboxed, trusted
         self._group: limits.Group | None = None
         self._comm_open = False
         self._number = 0
         try:
             self._make_folders(cupy_cache, timing_cache)
-            self._start(trusted)
+            self._start()
             if imports:
                 self.client.execute(IMPORT.format(list(imports)), silent=True)  # waited for by `wait_ready`
         except BaseException:
@@ -141,7 +141,7 @@ class Kernel:
             if begin is not None and begin.is_dir():
                 shutil.copytree(begin, cache, dirs_exist_ok=True)
 
-    def _start(self, trusted: bool) -> None:
+    def _start(self) -> None:
         connection = self.folder / "k.json"
         write_connection_file(str(connection), ip=str(self.folder / "s"), transport="ipc", key=os.urandom(16).hex().encode())
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
@@ -156,7 +156,7 @@ class Kernel:
         command = [sys.executable, "-m", "ipykernel_launcher", "-f", str(connection), "--HistoryManager.enabled=False"]
         if self._sandboxed:
             command = sandbox.wrap(limits.few_tasks(command) if sandbox.counts_tasks() else command, self.folder, environment)
-        if not trusted:
+        if not self._trusted:
             self._group = limits.Group.make(self.folder.name)
         command = limits.limited(command, self._group)
         # A sandbox's first process takes all others with it, but not while it is only just being started, and there may be none.
@@ -165,8 +165,6 @@ class Kernel:
             command, cwd=self.work, env=environment, start_new_session=True, preexec_fn=partial(end_with, os.getpid(), signal.SIGTERM),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )
-        if not trusted:
-            self.watch = Watch(self.process.pid, self.folder, lambda: self.process.poll() is None, self._kill)
         context = zmq.Context()
         context.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)  # a longer one ends the connection, not the examiner
         self.client = BlockingKernelClient(context=context)
@@ -178,6 +176,8 @@ class Kernel:
 
     def wait_ready(self, seconds: float = START_SECONDS) -> None:
         """Wait until the kernel answers, install the agent and lay the files out."""
+        if not self._trusted:  # up to now nothing of a learner's could run in it
+            self.watch = Watch(self.process.pid, self.folder, lambda: self.process.poll() is None, self._kill)
         deadline = time.monotonic() + seconds
         self.client.kernel_info()
         self._shell_reply(None, deadline)

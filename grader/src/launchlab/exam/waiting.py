@@ -1,4 +1,5 @@
-"""A kernel in waiting: begun for the next submission while this one is examined, so that its start costs nobody time.
+"""A kernel in waiting, so that its start costs nobody time: begun for a submission while the reference is loaded, and for the
+next one while this one is examined.
 
 It is as fresh as any: behind its own sandbox, in its own folder, and so far it has run nothing but
 the imports of the chapter's given cells. While something is timed it is stopped.
@@ -33,10 +34,15 @@ class Waiting:
             kernel = None
         kernel = kernel or self._make()
         kernel.own = own
-        if self.ahead and self._enough:
-            with contextlib.suppress(OSError):  # the next one is then made when it is needed
-                self._kernel = self._make()
+        if self.ahead:
+            self.begin()
         return kernel
+
+    def begin(self) -> None:
+        """Begin a kernel for whoever comes next, unless one waits already or would take others their time."""
+        if self._kernel is None and self._enough:
+            with contextlib.suppress(OSError):  # it is then made when it is needed
+                self._kernel = self._make()
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
