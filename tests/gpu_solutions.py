@@ -2,8 +2,10 @@
 
 usage: PYTHONPATH=grader/src python3 tests/gpu_solutions.py OUT.json [CHAPTER …] [--seconds 900] [--gpus 1]
 
-Each GPU has a process of its own, which takes the next chapter when it has done one. OUT.json holds score and seconds of each
-chapter and of the whole, and is written anew after each. Exit code 0 if all got full marks, 1 if not, 3 without a GPU.
+Each GPU has a process of its own, which takes the next chapter when it has done one; one that dies costs the chapter that it
+had taken. OUT.json holds score and seconds of each chapter and of the whole, and is written anew after each. A run goes on
+where an earlier one left it: what has full marks there is not graded again. Exit code 0 if all got full marks, 1 if not, 3
+without a GPU.
 """
 
 from __future__ import annotations
@@ -25,8 +27,6 @@ from launchlab.device import gpu
 from launchlab.exam.examine import examine
 from launchlab.exam.report import versions
 from launchlab.manifest import chapter, chapters
-
-PATIENCE = 600.0  # seconds that one chapter may take before the run is given up
 
 
 def problems(record: dict) -> list[str]:
@@ -69,6 +69,15 @@ def worker(number: int, todo: multiprocessing.Queue, done: multiprocessing.Queue
         done.put(graded(name) | {"gpu": number})
 
 
+def earlier(out: Path) -> dict:
+    """The record of an earlier run, of which only chapters with full marks are kept; empty if there is none."""
+    if not out.exists():
+        return {}
+    record = json.loads(out.read_text(encoding="utf-8"))
+    record["chapters"] = [told for told in record["chapters"] if "error" not in told and told["score"] == told["max"]]
+    return record
+
+
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("out", type=Path)
@@ -80,25 +89,37 @@ def main() -> int:
         print("not run: needs a GPU")
         return 3
     began, context = time.monotonic(), multiprocessing.get_context("spawn")
+    record = {
+        "gpu": gpu().name, "gpus": chosen.gpus, "driver": gpu().driver, "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions(), "seconds": 0.0, "chapters": [],
+    } | earlier(chosen.out)  # fmt: skip
+    before, known = record["seconds"], {told["chapter"] for told in record["chapters"]}
     names = [chapter(name).name for name in chosen.names] or [each.name for each in chapters()]
+    names = [name for name in names if name not in known]
     todo, done = context.Queue(), context.Queue()
     for name in names:
         todo.put(name)
     workers = [context.Process(target=worker, args=(number, todo, done)) for number in range(chosen.gpus)]
     for each in workers:
         each.start()
-    record = {
-        "gpu": gpu().name, "gpus": chosen.gpus, "driver": gpu().driver, "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": versions(), "chapters": [],
-    }  # fmt: skip
-    while len(record["chapters"]) < len(names):
-        left = min(PATIENCE, began + chosen.seconds - time.monotonic())
+    waiting = len(names)
+    while waiting and time.monotonic() < began + chosen.seconds:
+        over = all(each.exitcode == 0 for each in workers)  # asked before the queue is: what they put there has arrived
         try:
-            told = done.get(timeout=max(0.1, left))
+            told = done.get(timeout=1)
         except queue.Empty:
-            break
+            if over:
+                break
+            for number, each in enumerate(workers):
+                if each.exitcode:  # by a signal, or an error outside of the exams
+                    print(f"the process of GPU {number} ended with {each.exitcode}: another one goes on", flush=True)
+                    waiting -= 1
+                    workers[number] = context.Process(target=worker, args=(number, todo, done))
+                    workers[number].start()
+            continue
+        waiting -= 1
         record["chapters"].append(told)
-        record["seconds"] = round(time.monotonic() - began, 1)
+        record["seconds"] = round(before + time.monotonic() - began, 1)
         chosen.out.write_text(json.dumps(record, ensure_ascii=False, indent=1), encoding="utf-8")
         found = told.get("error") or f"{told['score']} of {told['max']}"
         print(f"{record['seconds']:6.1f} s  {told['chapter']}: {found} in {told['seconds']} s {told.get('lost') or ''}", flush=True)
@@ -107,7 +128,7 @@ def main() -> int:
         each.join()
     wrong = [told["chapter"] for told in record["chapters"] if "error" in told or told["score"] != told["max"]]
     missing = sorted(set(names) - {told["chapter"] for told in record["chapters"]})
-    print(f"{len(record['chapters'])} of {len(names)} graded, without full marks: {wrong or 'none'}, not reached: {missing or 'none'}")
+    print(f"{len(record['chapters'])} of {len(known) + len(names)} graded, without full marks: {wrong or 'none'}, not reached: {missing or 'none'}")
     return 1 if wrong or missing else 0
 
 

@@ -30,6 +30,14 @@ def test_all_solutions_were_graded_in_one_go():
     assert gpu_solutions.problems(recorded("gpu_solutions")) == []
 
 
+def test_a_run_goes_on_where_an_earlier_one_left_it(tmp_path):
+    out = tmp_path / "out.json"
+    assert gpu_solutions.earlier(out) == {}
+    told = [{"chapter": "a", "score": 12, "max": 12}, {"chapter": "b", "score": 11, "max": 12}, {"chapter": "c", "error": "E"}]
+    out.write_text(json.dumps({"seconds": 5.0, "chapters": told}), encoding="utf-8")
+    assert gpu_solutions.earlier(out) == {"seconds": 5.0, "chapters": told[:1]}
+
+
 @pytest.mark.parametrize(("words", "spoil"), [
     ("no seconds", lambda record: record.pop("seconds")),
     ("03_cuda_graph_concepts: not graded", lambda record: record["chapters"].pop(2)),
