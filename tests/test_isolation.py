@@ -1,6 +1,7 @@
 """What a submission's processes may take, see and leave: tried with programs that try."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -333,8 +334,9 @@ for kill_keeper in (False, KILL):
         if os.fork() == 0:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
-            if kill_keeper:
-                os.kill(KEEPER, signal.SIGKILL)
+            for number in (signal.SIGSTOP, signal.SIGKILL) if kill_keeper else ():  # stopped first: each would end all if it saw the other end
+                for keeper in KEEPERS:
+                    os.kill(keeper, number)
             os.execv("/bin/sleep", ["sleep", {MARK!r}])
         os._exit(0)
 """
@@ -343,9 +345,10 @@ for kill_keeper in (False, KILL):
 @pytest.mark.parametrize("kill_keeper", [False, True], ids=["leaves", "and kills its keeper"])
 def test_children_that_leave_do_not_survive_without_a_sandbox(start, kill_keeper):
     kernel = start(False)
-    assert family.family(kernel.process.pid)[1:]  # control: the keeper is not the kernel itself
+    keepers = family.family(kernel.process.pid)[:2]
+    assert family.family(kernel.process.pid)[2:]  # control: the keeper is not the kernel itself
     try:
-        kernel.run_cell(LEAVES.replace("KILL", str(kill_keeper), 1).replace("KEEPER", "os.getppid()" if not kill_keeper else str(kernel.process.pid)), 10)
+        kernel.run_cell(LEAVES.replace("KILL", str(kill_keeper), 1).replace("KEEPERS", str(keepers)), 10)
     except KernelDied:
         assert kill_keeper
     until = time.monotonic() + 5
@@ -380,19 +383,24 @@ def test_an_examiner_killed_leaves_nobody_who_has_left(tmp_path):
 
 
 @needs_sandbox
-def test_an_examiner_killed_while_a_sandbox_starts_leaves_nobody():
-    """bubblewrap's first process may not yet know then that it is to die with its parent."""
+@pytest.mark.parametrize("children_first", [False, True], ids=["alone", "after all that it started itself"])
+def test_an_examiner_killed_while_a_sandbox_starts_leaves_nobody(children_first):
+    """bubblewrap's first process may not yet know then that it is to die with its parent. Ray kills a worker's children, then the worker."""
     code = (
-        "from launchlab.exam.kernel import Kernel\nfrom launchlab.exam import sandbox\nsandbox.counts_tasks()\nprint('go', flush=True)\n"
-        "while True:\n    Kernel(sandboxed=True).close()"
+        "import time\nfrom launchlab.exam.kernel import Kernel\nfrom launchlab.exam import sandbox\nsandbox.counts_tasks()\nkernels = []\n"
+        "for _ in range(8):  # some of them have come farther than others\n    kernels.append(Kernel(sandboxed=True))\nprint('go', flush=True)\ntime.sleep(1000)"
     )
-    for turn in range(4):
+    for turn in range(2):
         examiner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-        examiner.stdout.readline()
-        time.sleep(0.03 * turn)
+        assert examiner.stdout.readline() == "go\n"
+        time.sleep(0.05 * turn)
+        children = family.children(examiner.pid)
+        assert len(children) == 8  # control
+        for child in children if children_first else ():
+            family.send(child, signal.SIGKILL)
         examiner.kill()
         examiner.wait()
-        until = time.monotonic() + 5
+        until = time.monotonic() + 10
         while left := family.marked(f"/ll-{examiner.pid}-"):
             assert time.monotonic() < until, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
             time.sleep(0.05)

@@ -33,7 +33,7 @@ def ahead() -> Iterator[Waiting]:
 
 def stopped(kernel: Kernel) -> bool:
     """Whether all that its keeper started has come to rest."""
-    members = family.family(kernel.process.pid)[1:]
+    members = family.family(kernel.process.pid)[2:]
     return bool(members) and all(family.is_stopped(pid) for pid in members)
 
 

@@ -289,8 +289,8 @@ class Kernel:
             family.send(pid, signal.SIGCONT)
 
     def _members(self) -> list[int]:
-        """The process and all it started; not the keeper, which has to stay awake to end them."""
-        return family.family(self.process.pid)[1:]
+        """The process and all it started; not the keeper's two, which have to stay awake to end them."""
+        return family.family(self.process.pid)[2:]
 
     def _rest(self, seconds: float) -> None:
         if self.watch is not None:
