@@ -11,6 +11,7 @@ import sys
 from nbconvert.preprocessors import ClearMetadataPreprocessor, CSSHTMLHeaderPreprocessor, TagRemovePreprocessor
 from nbgrader import preprocessors as steps
 
+from launchlab import tools
 from launchlab.course.stubs import StubSolutions
 from launchlab.paths import BUILD, ROOT
 
@@ -31,6 +32,8 @@ c.CourseDirectory.autograded_directory = str(BUILD / "autograded")
 c.CourseDirectory.feedback_directory = str(BUILD / "feedback")
 # A file, or what LAUNCHLAB_GRADEBOOK names: postgresql://… for graders on several machines.
 c.CourseDirectory.db_url = os.environ.get("LAUNCHLAB_GRADEBOOK") or f"sqlite:///{BUILD / 'gradebook.db'}"
+if c.CourseDirectory.db_url.startswith("postgres") and tools.missing("postgresql"):  # else each command ends in a traceback
+    sys.exit(f"✗ 成绩册在 PostgreSQL 上（LAUNCHLAB_GRADEBOOK），而这个 Python 里没有它的驱动 psycopg。{tools.INSTALL}")
 # Replaces nbgrader's list, so its four entries are repeated; the rest must not reach a release.
 c.CourseDirectory.ignore = [".ipynb_checkpoints", "*.pyc", "__pycache__", "feedback", "*.py", ".*"]
 

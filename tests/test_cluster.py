@@ -204,7 +204,7 @@ def test_without_ray(course, cluster, tmp_path):
     (tmp_path / "ray.py").write_text("raise ModuleNotFoundError(name='ray')")
     grader = grade(course, cluster, "--cluster", PYTHONPATH=f"{tmp_path}{os.pathsep}{cluster.environment['PYTHONPATH']}")
     text, _ = grader.communicate(timeout=60)
-    assert grader.returncode == 1 and "没有 Ray" in text and "Traceback" not in text, text
+    assert grader.returncode == 1 and "没有 Ray" in text and "doctor --tools" in text and "Traceback" not in text, text
 
 
 def test_an_outcome_is_what_the_exam_left(mini, tmp_path):

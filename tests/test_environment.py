@@ -20,7 +20,8 @@ from launchlab.manifest import chapters
 
 PROJECT = tomllib.loads((paths.GRADER / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = PROJECT["project"]["optional-dependencies"]
-LOCKS = {"lock.txt": [*EXTRAS["cluster"], *EXTRAS["postgresql"], *EXTRAS["site"]], "lock-cuda12.txt": EXTRAS["cuda12"], "lock-cuda13.txt": EXTRAS["cuda13"]}
+TOOLS = [*EXTRAS["cluster"], *EXTRAS["postgresql"], *EXTRAS["site"], *PROJECT["dependency-groups"]["dev"]]
+LOCKS = {"lock.txt": [], "lock-tools.txt": TOOLS, "lock-cuda12.txt": EXTRAS["cuda12"], "lock-cuda13.txt": EXTRAS["cuda13"]}
 ENVIRONMENT = paths.ROOT / "environment.yml"
 EVERY = "every chapter"
 
@@ -57,17 +58,24 @@ def test_lock_pins_every_file_and_names_no_host(lock):
 
 @pytest.mark.parametrize("lock", LOCKS)
 def test_lock_fulfils_the_project(lock):
-    asked = [*PROJECT["project"]["dependencies"], *PROJECT["dependency-groups"]["dev"], *LOCKS[lock]]
+    asked = [*PROJECT["project"]["dependencies"], *LOCKS[lock]]
     locked = pins("lock.txt") | pins(lock)
     for text in asked:
         wanted = Requirement(text)
         assert wanted.specifier.contains(locked[canonicalize_name(wanted.name)]), text
 
 
-@pytest.mark.parametrize("lock", ["lock-cuda12.txt", "lock-cuda13.txt"])
-def test_gpu_lock_holds_only_what_the_common_one_lacks(lock):
-    assert not set(pins(lock)) & set(pins("lock.txt"))
-    assert not any(name.startswith("tensorrt") for name in pins(lock))
+@pytest.mark.parametrize("cuda", ["lock-cuda12.txt", "lock-cuda13.txt"])
+def test_no_package_is_in_two_locks_that_are_installed_together(cuda):
+    together = [name for lock in ("lock.txt", "lock-tools.txt", cuda) for name in pins(lock)]
+    assert len(together) == len(set(together))
+    assert not any(name.startswith("tensorrt") for name in together)
+
+
+def test_the_common_lock_is_what_the_course_itself_asks_for():
+    """A learner waits for it: nothing of what only the site, a cluster, PostgreSQL or the tests need."""
+    only_theirs = {canonicalize_name(Requirement(text).name) for text in TOOLS} - {"babel"}  # JupyterLab has it too
+    assert not set(pins("lock.txt")) & only_theirs
 
 
 def test_the_package_imports_only_what_it_declares():

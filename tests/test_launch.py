@@ -1,5 +1,6 @@
-"""The launcher as run: real interpreters, real pip, and lock files that name two tiny packages made here."""
+"""The launcher as run: real interpreters, real pip, and lock files that name tiny packages made here."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -21,7 +22,7 @@ SCRIPT = REPOSITORY / "grader" / "launch"
 # Stands for the package launchlab, of which the launcher only knows that it can be run.
 PROGRAM = """\
 import importlib.metadata, json, os, sys
-names = ("first", "second", "gpu-part", "by-hand")
+names = ("first", "second", "third", "gpu-part", "tool", "by-hand")
 found = {d.name: d.version for d in importlib.metadata.distributions() if d.name in names}
 print(json.dumps({"arguments": sys.argv[1:], "prefix": sys.prefix, "found": found, "path": os.environ["PATH"]}))
 """
@@ -84,15 +85,25 @@ class Bench:
 def bench(tmp_path) -> Bench:
     made = Bench(tmp_path / "a course")
     made.lock(made.wheel("first", "1.0"), made.wheel("second", "1.0"))
+    made.lock(name="lock-tools.txt")
     return made
 
 
-def test_environment_is_made_once_and_follows_the_locks(bench):
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory) -> Bench:
+    """A bench whose environment tests make and change one after the other: a new one takes seconds."""
+    return Bench(tmp_path_factory.mktemp("launch") / "a course")
+
+
+def test_environment_is_made_once_and_follows_the_locks(lasting):
+    bench = lasting
+    bench.lock(*(bench.wheel(name, "1.0") for name in ("first", "second", "third")))
+    bench.lock(name="lock-tools.txt")
     made = bench.runs("doctor", "--json")
     assert made["arguments"] == ["doctor", "--json"]
     assert made["prefix"] == str(bench.venv)
     assert made["path"].startswith(str(bench.venv / "bin") + os.pathsep)
-    assert made["found"] == {"first": "1.0", "second": "1.0"}
+    assert made["found"] == {"first": "1.0", "second": "1.0", "third": "1.0"}
     assert "首次启动" in made["said"]
     assert "虚拟环境就绪" in made["said"]
 
@@ -100,19 +111,21 @@ def test_environment_is_made_once_and_follows_the_locks(bench):
     assert bench.runs()["said"] == ""
     assert time.monotonic() - began < 3
 
-    # Another lock: the new version comes, what is not named any more goes, what a person installed stays.
+    # Another lock: the new version comes, what is not named any more goes. What a person installed stays, and so does what
+    # only some commands need now: the other may use it.
     bench.wheel("by-hand", "1.0")
     pip = [bench.venv / "bin" / "python", "-m", "pip", "install", "-q", "by-hand"]
     subprocess.run(pip, check=True, env=bench.environment())
     bench.lock(bench.wheel("first", "2.0"))
+    bench.lock(bench.wheel("third", "1.0"), name="lock-tools.txt")
     changed = bench.runs()
-    assert changed["found"] == {"first": "2.0", "by-hand": "1.0"}
+    assert changed["found"] == {"first": "2.0", "third": "1.0", "by-hand": "1.0"}
     assert "锁定文件变了" in changed["said"]
     assert bench.runs()["said"] == ""
 
     # Beside a driver the lock of its CUDA comes too, and stays where a later start sees no driver.
     bench.lock(bench.wheel("gpu-part", "1.0"), name="lock-cuda13.txt")
-    assert bench.runs(LAUNCHLAB_CUDA="13")["found"] == {"first": "2.0", "by-hand": "1.0", "gpu-part": "1.0"}
+    assert bench.runs(LAUNCHLAB_CUDA="13")["found"] == {"first": "2.0", "third": "1.0", "by-hand": "1.0", "gpu-part": "1.0"}
     assert "LAUNCHLAB_CUDA" in bench.refuses(LAUNCHLAB_CUDA="11")
 
     # A folder that was moved: the environment's paths are wrong, so it is made anew.
@@ -121,6 +134,39 @@ def test_environment_is_made_once_and_follows_the_locks(bench):
     moved = bench.runs(LAUNCHLAB_CUDA="none")
     assert moved["prefix"] == str(bench.venv)
     assert moved["found"] == {"first": "2.0"}
+
+
+# What the command line holds, and the environment -> whether it needs lock-tools.txt.
+COMMANDS = [
+    ("test -x", {}, True), ("site", {}, True), ("doctor --tools", {}, True), ("grade 3 --cluster", {}, True), ("grade 3 --cluster=gpu1:6379", {}, True),
+    ("grade 3 --IntakeExporter.cluster=local", {}, True), ("open 3", {"LAUNCHLAB_GRADEBOOK": "postgresql://me@server/course"}, True),
+    ("", {}, False), ("lab", {}, False), ("doctor --json", {}, False), ("site --help", {}, False), ("grade 3 --no-sandbox", {}, False),
+    ("open 3", {"LAUNCHLAB_GRADEBOOK": "sqlite:////tmp/gradebook.db"}, False),
+]  # fmt: skip
+
+
+def test_what_some_commands_need_comes_with_the_first_of_them_and_stays(lasting):
+    lasting.lock(lasting.wheel("first", "2.0"))
+    lasting.lock(lasting.wheel("tool", "1.0"), name="lock-tools.txt")
+    assert "tool" not in lasting.runs("lab")["found"]
+
+    # Who would install waits for the test, which has the lock.
+    with open(lasting.root / "grader" / ".venv.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for line, extra, needed in COMMANDS:
+            command = [sys.executable, str(lasting.root / "grader" / "launch"), *line.split()]
+            with subprocess.Popen(
+                command, env=lasting.environment(**extra), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            ) as started:
+                waits = "另一个进程正在安装" in started.stderr.readline()
+                started.kill()
+            assert waits == needed, line
+
+    came = lasting.runs("site")
+    assert came["found"] == {"first": "2.0", "tool": "1.0"} and came["arguments"] == ["site"]
+    assert "这条命令要用到" in came["said"] and "锁定文件变了" not in came["said"]
+    later = lasting.runs("lab")
+    assert later["found"] == came["found"] and later["said"] == ""
 
 
 def test_killed_first_start_is_resumed(bench):
@@ -155,7 +201,9 @@ def test_two_first_starts_at_once_make_one_environment(bench):
     assert sum("另一个进程正在安装" in said for _, said in ended) == 1
 
 
-def test_failed_downloads_say_what_to_do(bench):
+def test_failed_downloads_say_what_to_do(lasting):
+    bench = lasting
+    bench.lock(bench.wheel("first", "3.0"), bench.wheel("second", "1.0"))
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     offline = {"PIP_INDEX_URL": f"http://127.0.0.1:{port}/", "PIP_NO_INDEX": "0", "PIP_FIND_LINKS": ""}
@@ -171,7 +219,13 @@ def test_failed_downloads_say_what_to_do(bench):
     assert "没有适合这台机器的安装包" in bench.refuses()
 
     bench.lock(right)
-    assert bench.runs()["found"] == {"first": "1.0", "second": "1.0"}
+    done = bench.runs()["found"]
+    assert (done["first"], done["second"]) == ("3.0", "1.0")
+
+    # Without a network the site fails, and what needs nothing new goes on.
+    bench.lock(bench.wheel("tool", "2.0"), name="lock-tools.txt")
+    assert "连不上" in bench.refuses("site", **offline)
+    assert bench.runs("lab", **offline)["found"] == done
 
 
 def _interpreters(condition: str) -> list[str]:
@@ -198,14 +252,16 @@ def test_old_python_is_told_what_to_install(bench, python):
 
 
 @pytest.mark.skipif(not OLD, reason="no Python older than 3.11 on this machine")
-def test_old_python_goes_on_in_a_newer_one_of_the_path(bench):
-    folder = bench.root / "programs"
+def test_old_python_goes_on_in_a_newer_one_of_the_path(lasting, tmp_path):
+    lasting.lock(lasting.wheel("first", "4.0"))
+    lasting.lock(name="lock-tools.txt")
+    folder = tmp_path / "programs"
     folder.mkdir()
     base = Path(sys.base_prefix, "bin", "python{}.{}".format(*sys.version_info))
     (folder / "python3.11").symlink_to(base)
-    seen = bench.runs("build", python=OLD[-1], PATH=str(folder))
+    seen = lasting.runs("build", python=OLD[-1], PATH=str(folder))
     assert seen["arguments"] == ["build"]
-    assert seen["found"] == {"first": "1.0", "second": "1.0"}
+    assert seen["found"]["first"] == "4.0"
 
 
 def test_python_without_ensurepip_is_told_its_package(bench):

@@ -85,6 +85,7 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     restore = add("restore", _restore, "把一章恢复成发布时的样子；你的旧笔记本改名留在旁边")
     restore.add_argument("chapter", metavar="章节", help="编号或名称")
     doctor = add("doctor", _doctor, "检查这台机器：有什么、缺什么、能运行哪些章节")
+    doctor.add_argument("--tools", action="store_true", help="也检查网站、集群、PostgreSQL 和测试要用的包；经 ./grader/launch 启动时，缺的会先装好")
     doctor.add_argument("--json", action="store_true", help="输出 JSON，供程序读取")
     add("demo", _demo, "给一个示例班级评分，看看评分器怎样工作")
     release = add("release", _release, "把一章打包发给学生，并设定截止时间")
@@ -177,7 +178,7 @@ def _restore(chosen: argparse.Namespace, _: list[str]) -> int:
 def _doctor(chosen: argparse.Namespace, _: list[str]) -> int:
     from launchlab import doctor
 
-    return doctor.main(chosen.json)
+    return doctor.main(chosen.json, chosen.tools)
 
 
 def _demo(_: argparse.Namespace, __: list[str]) -> int:

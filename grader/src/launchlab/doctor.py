@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-from launchlab import device, manifest, paths, platforms, surroundings
+from launchlab import device, manifest, paths, platforms, surroundings, tools
 from launchlab.exam import sandbox
 from launchlab.surroundings import Surroundings
 
@@ -54,9 +54,11 @@ class Machine:
     packages: frozenset[str]
 
 
-def main(as_json: bool) -> int:
-    """Print the report, as tables or as JSON. Always 0: a lack is no failure of the doctor's."""
+def main(as_json: bool, with_tools: bool = False) -> int:
+    """Print the report, as tables or as JSON; with_tools: with what only some commands need. Always 0: a lack is no failure of the doctor's."""
     findings, here = list(examine()), machine()
+    if with_tools:
+        findings.append(_tools())
     chapters = [(chapter, lacks(chapter, here)) for chapter in manifest.chapters()]
     if as_json:
         rows = [{"name": chapter.name, "ready": chapter.ready, "lacks": missing} for chapter, missing in chapters]
@@ -122,9 +124,8 @@ def _python() -> Finding:
 
 
 def _packages() -> Finding:
-    pins = re.findall(
-        r"^([\w.-]+)==([\w.+]+)(?: ;.*)? \\$", (paths.GRADER / "lock.txt").read_text(encoding="utf-8"), re.MULTILINE
-    )
+    locks = "".join((paths.GRADER / name).read_text(encoding="utf-8") for name in ("lock.txt", "lock-tools.txt"))
+    pins = re.findall(r"^([\w.-]+)==([\w.+]+)(?: ;.*)? \\$", locks, re.MULTILINE)
     differing = [name for name, pin in pins if (have := _version(name)) and have != pin]
     missing = [name for name in ("nbgrader", "jupyterlab", "ipykernel", "jupytext", "matplotlib") if not _version(name)]
     found = f"nbgrader {_version('nbgrader')}，JupyterLab {_version('jupyterlab')}"
@@ -135,6 +136,15 @@ def _packages() -> Finding:
         meaning = f"{len(differing)} 个包与锁定文件的版本不同（{few}）"
         return Finding("课程的包", "warning", found, meaning, "一般可以使用；出错时用 ./grader/launch 建立的环境")
     return Finding("课程的包", "ok", found, "版本与锁定文件一致")
+
+
+def _tools() -> Finding:
+    uses = {"site": "生成网站", "cluster": "在集群上评分", "postgresql": "把成绩册放在 PostgreSQL 上", "dev": "运行测试"}
+    found = "，".join(f"{name} {version}" for use in uses for name, version in tools.versions(use).items() if version)
+    lacking = [f"{meaning}要 {'、'.join(missing)}" for use, meaning in uses.items() if (missing := tools.missing(use))]
+    if lacking:
+        return Finding("其他工具", "missing", found or "没有安装", f"{'；'.join(lacking)}。学习和在一台机器上评分用不到", tools.INSTALL)
+    return Finding("其他工具", "ok", found, f"可以{'、'.join(uses.values())}")
 
 
 def _fonts() -> Finding:

@@ -5,11 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launchlab import paths
+from launchlab import paths, tools
 
 
 def main(arguments: list[str]) -> int:
-    """Run all steps, each even when an earlier one failed; `arguments` go to pytest. Returns 0, or 1 if any step failed."""
+    """Run all steps, each even when an earlier one failed; `arguments` go to pytest. Returns 0; 1 if any step failed; 2 where the tools are missing."""
+    if missing := tools.missing("dev"):
+        print(f"✗ 没有安装 {'、'.join(missing)}，不能运行测试。{tools.INSTALL}", file=sys.stderr)
+        return 2
     config = str(paths.GRADER / "pyproject.toml")
     scripts = Path(sys.executable).parent
     steps = {

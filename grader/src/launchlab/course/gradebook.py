@@ -157,8 +157,6 @@ def _alone(db_url: str) -> Iterator[None]:
             return
         try:
             connection = sqlalchemy.create_engine(db_url, poolclass=sqlalchemy.NullPool).connect()
-        except ModuleNotFoundError:
-            raise Unreachable("成绩册在 PostgreSQL 上，而这个 Python 里没有它的驱动 psycopg。请运行 pip install './grader[postgresql]'，再试一次。") from None
         except sqlalchemy.exc.SQLAlchemyError as error:
             where = sqlalchemy.make_url(db_url).render_as_string(hide_password=True)
             reason = str(getattr(error, "orig", None) or error).strip()

@@ -24,6 +24,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell
 from nbgrader.converters.base import NbGraderException
 from traitlets import Bool, Unicode
 
+from launchlab import tools
 from launchlab.course import gradebook
 from launchlab.course.release import pristine
 from launchlab.exam import sandbox
@@ -239,7 +240,7 @@ class IntakeExporter(NotebookExporter):
         except ModuleNotFoundError as error:
             if error.name != "ray":
                 raise
-            message = "这个 Python 里没有 Ray，用不了集群。./grader/launch 的环境里有它；用自己的环境时，请运行 python -m pip install './grader[cluster]'。"
+            message = f"这个 Python 里没有 Ray，用不了集群。{tools.INSTALL}"
             self.log.error(message)
             raise NbGraderException(message) from None
         try:

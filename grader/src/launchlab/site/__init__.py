@@ -6,7 +6,6 @@ when it is read, and it opens from the disk (``file://``) as well as from a serv
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import shutil
 import sys
@@ -14,16 +13,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from launchlab import paths
+from launchlab import paths, tools
 from launchlab.paths import short
-
-NEEDED = ("sphinx", "myst_nb", "furo", "latex2mathml")  # the extra `site`
 
 
 def main() -> int:
     """Build ``build/site`` anew; 0, 1 if Sphinx warned of anything, 2 where its packages are missing."""
-    if missing := [name for name in NEEDED if not importlib.util.find_spec(name)]:
-        print(f"✗ 没有安装 {'、'.join(missing)}，不能生成网站。用 ./grader/launch 启动，它会装好；自己的环境里请运行 pip install -e 'grader[site]'。", file=sys.stderr)
+    if missing := tools.missing("site"):
+        print(f"✗ 没有安装 {'、'.join(missing)}，不能生成网站。{tools.INSTALL}", file=sys.stderr)
         return 2
     source, target = paths.BUILD / "site-source", paths.BUILD / "site"
     for folder in (source, target):
