@@ -81,6 +81,15 @@ def pages(site) -> dict[str, Page]:
     return {path.relative_to(site).as_posix(): Page(path) for path in sorted(site.rglob("*.html"))}
 
 
+def test_the_whole_course_makes_a_site_without_a_warning(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-m", "launchlab", "site"], env=os.environ | {"LAUNCHLAB_BUILD": str(tmp_path)}, capture_output=True, text=True, timeout=600
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for chapter in manifest.chapters():
+        assert chapter.title in (tmp_path / "site" / chapter.name / "solution.html").read_text(encoding="utf-8")
+
+
 def test_each_chapter_has_its_two_pages_and_a_planned_one_says_so(pages):
     for name in CHOSEN:
         solution, release = pages[f"{name}/solution.html"], pages[f"{name}/release.html"]

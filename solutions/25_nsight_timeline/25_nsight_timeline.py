@@ -482,7 +482,7 @@ lab.say("录制本身也可能花时间。每个请求的 µs，由程序自己�
 #
 # cupti.activity_register_callbacks(lambda: (8 << 20, 0), completed)
 # cupti.activity_enable(cupti.ActivityKind.CONCURRENT_KERNEL)   # RUNTIME、DRIVER、MEMCPY、MEMSET 也一样
-# …跑程序…
+# ...                                              # 在这里运行要看的程序
 # cupti.activity_flush_all(1)
 # ```
 #

@@ -25,6 +25,7 @@ from launchlab.course import receipt
 from launchlab.course.release import pristine, settings
 from launchlab.exam import judge
 from launchlab.exam.show import WORDS
+from launchlab.lab.prose import FIGURES
 from launchlab.manifest import Chapter
 
 RELEASE = "/release"
@@ -79,6 +80,8 @@ def _solution(chapter: Chapter, proof: dict[str, Any], templates: Environment) -
     for cell in nb.cells:
         if cell.cell_type == "code" and cell.source != sources[cell.id]:
             cell.outputs = [new_output("display_data", data={"text/markdown": _verdict(verdicts[cell.metadata.nbgrader.grade_id])})]
+        for output in cell.get("outputs", []):
+            output.get("data", {}).pop(FIGURES, None)  # for receipts; a reader has them in the text beside it
         cell.source = _MARKS.sub(lambda mark: f"{mark[1]}# 解答：{mark[2]}\n" if mark[2] else "", cell.source)
     header = templates.get_template("header.html").render(
         chapter=chapter, before=_titles(chapter), other="release", run=_run(proof), recorded=recorded
