@@ -406,7 +406,7 @@ def test_cells_that_never_end_do_not_take_forever(monkeypatch):
     try:
         began = time.monotonic()
         assert (Namespace(party).value("x"), Namespace(party).value("y")) == (1, 2)
-        assert time.monotonic() - began < 12
+        assert time.monotonic() - began < 25
         assert party.deadly[1][0] == judge.TIMED_OUT
     finally:
         party.close()
