@@ -313,6 +313,17 @@ print(json.dumps([seen, used, [str(path) for path in package.parents[1].glob("*"
 
 
 @needs_sandbox
+def test_an_interpreter_named_by_links_starts(start, tmp_path, monkeypatch):
+    """As where the home folder is a link, and that leads to another, by way of "..": none of them lies in what is shown."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "environment").symlink_to(sys.prefix)
+    (tmp_path / "home").symlink_to("data/../data")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "home" / "environment" / "bin" / "python"))
+    seen = told(start(True), f"import json, os, sys\nprint(json.dumps([sys.executable, os.listdir({str(tmp_path / 'data')!r})]))")
+    assert seen == [sys.executable, ["environment"]]
+
+
+@needs_sandbox
 def test_the_reference_has_a_sandbox_too(mini):
     """It may have to load what learners built."""
     reference = Namespace(Master.of(mini).reference.process)

@@ -51,6 +51,27 @@ def python_paths() -> list[Path]:
     return found
 
 
+def python_links() -> list[Path]:
+    """Symbolic links outside of those folders by which this process's interpreter and its library are named.
+
+    A home folder may be one, an environment's ``bin/python`` may lead through one in ``~/.local/bin``.
+    """
+    shown = [*map(Path, SYSTEM), *python_paths()]
+    found: dict[Path, None] = {}
+    for name in (sys.executable, sys.prefix, sys.base_prefix):
+        followed, rest = Path("/"), list(Path(name).absolute().parts[1:])
+        while rest:
+            path = followed / rest.pop(0)
+            if path.is_symlink():
+                if not any(path.is_relative_to(folder) for folder in shown):
+                    found[path] = None
+                path = followed / os.readlink(path)
+                followed, rest = Path("/"), [*path.parts[1:], *rest]
+            else:
+                followed = path.parent.parent if path.name == ".." else path
+    return list(found)
+
+
 def wrap(command: list[str], folder: Path, environment: dict[str, str]) -> list[str]:
     """``command`` to be run in ``folder`` (writable, same path inside) with ``environment``."""
     bwrap = ["bwrap", "--die-with-parent", "--unshare-all", "--new-session", "--cap-drop", "ALL", "--clearenv"]
@@ -70,6 +91,8 @@ def wrap(command: list[str], folder: Path, environment: dict[str, str]) -> list[
     for path in python_paths():
         if not any(path.is_relative_to(entry) for entry in SYSTEM):
             bwrap += ["--ro-bind", str(path), str(path)]
+    for link in python_links():
+        bwrap += ["--symlink", os.readlink(link), str(link)]
     for path in hidden():
         bwrap += ["--tmpfs", str(path)] if path.is_dir() else ["--ro-bind", os.devnull, str(path)]
     bwrap += ["--bind", str(folder), str(folder), "--chdir", str(folder)]
