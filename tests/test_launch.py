@@ -169,6 +169,16 @@ def test_what_some_commands_need_comes_with_the_first_of_them_and_stays(lasting)
     assert later["found"] == came["found"] and later["said"] == ""
 
 
+def test_a_link_to_the_interpreter_is_only_needed_for_the_first_start(bench):
+    link = bench.root / "bin" / "python"
+    link.parent.mkdir()
+    link.symlink_to(Path(sys.base_prefix, "bin", "python{}.{}".format(*sys.version_info)))
+    made = bench.runs(python=str(link))
+    assert made["prefix"] == str(bench.venv)
+    link.unlink()
+    assert bench.runs()["said"] == ""
+
+
 def test_killed_first_start_is_resumed(bench):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         hanging = {"PIP_INDEX_URL": f"http://127.0.0.1:{silent.getsockname()[1]}/", "PIP_NO_INDEX": "0", "PIP_FIND_LINKS": ""}
