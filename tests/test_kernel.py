@@ -112,6 +112,14 @@ def test_outputs_are_data(start):
     assert [output["data"] for output in json.loads(text) if "image/png" in output.get("data", {})] == [{"image/png": "iVBORw0KGgoAAAA="}]
 
 
+def test_a_null_byte_is_an_error_of_syntax(start):
+    kernel = start()
+    result = kernel.run_cell("x = 1\ny = '\0'", 10)
+    assert result.error == "SyntaxError" and "null bytes" in result.message
+    assert [(output.output_type, output.ename) for output in result.outputs] == [("error", "SyntaxError")]
+    assert kernel.run_cell("x", 10).error == "NameError"
+
+
 def test_limits(start):
     kernel = start()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

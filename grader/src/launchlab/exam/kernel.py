@@ -49,6 +49,7 @@ OUTPUT_FLOOD = 256 << 20  # bytes of output after which a cell is stopped
 LARGEST_MESSAGE = 128 << 20  # bytes of one part of a message from a kernel
 MOST_PARTS = 4_000_000  # values, about, in the JSON of one message: each takes many times as many bytes here as there
 STOP_SECONDS = 1.0  # for a process and all that it started to come to rest
+NULL_BYTES = "source code string cannot contain null bytes"  # what Python says
 KEEPER = Path(__file__).with_name("keeper.py")
 KEEPER_SECONDS = 8.0  # for it to end all that its command left behind
 IMPORT = """
@@ -217,6 +218,8 @@ class Kernel:
 
     def run_cell(self, code: str, seconds: float, silent: bool = False, room: Room | None = None) -> CellResult:
         """Execute ``code`` as a notebook cell; raises `KernelDied` or `KernelTimeout`. ``room``: what its outputs are taken from."""
+        if "\0" in code:  # IPython asks a tokenizer first, which in Python 3.12 and 3.13 ends on it with an error of the interpreter
+            return CellResult([new_output("error", ename="SyntaxError", evalue=NULL_BYTES, traceback=[NULL_BYTES])], "SyntaxError", NULL_BYTES)
         deadline = time.monotonic() + seconds
         parent = self.client.execute(code, silent=silent, allow_stdin=False, stop_on_error=False)
         collected = _Outputs(room or Room())
