@@ -16,4 +16,4 @@ def told(kernel: Kernel, code: str, seconds: float = 30) -> object:
     """What a cell prints as JSON."""
     result = kernel.run_cell(code, seconds)
     assert result.error is None, result
-    return json.loads("".join(output.text for output in result.outputs if output.output_type == "stream"))
+    return json.loads("".join(output.text for output in result.outputs if output.get("name") == "stdout"))
