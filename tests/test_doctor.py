@@ -14,7 +14,11 @@ from launchlab.manifest import chapter, chapters
 
 CARD = device.Gpu(name="a 6 GB card", driver="535.1", cuda=(12, 2), compute_capability=(7, 5), memory=6_000 * 2**20)
 READY = doctor.Machine(
-    gpu=CARD, cupy=True, tensorrt=(10, 6), packages=frozenset(package for each in chapters() for package in each.needs.packages)
+    python=(3, 12),
+    gpu=CARD,
+    cupy=True,
+    tensorrt=(10, 6),
+    packages=frozenset(package for each in chapters() for package in each.needs.packages),
 )
 
 
@@ -90,6 +94,8 @@ def test_a_complete_machine_lacks_nothing_before_the_newest_cuda_is_asked():
         (9, {"tensorrt": None}, ["TensorRT 10.6"]),
         (9, {"tensorrt": (10, 5)}, ["TensorRT 10.6"]),
         (9, {"tensorrt": (11, 4)}, []),
+        (9, {"python": (3, 13)}, ["TensorRT 10.9"]),
+        (9, {"python": (3, 13), "tensorrt": (10, 9)}, []),
         (10, {"packages": frozenset({"onnx"})}, ["onnxscript", "onnxruntime", "rapidocr-onnxruntime"]),
         (24, {"gpu": replace(CARD, memory=4 * 2**30)}, ["6 GB 显存"]),
     ],

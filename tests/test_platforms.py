@@ -87,7 +87,7 @@ def test_tensorrt_and_the_gpu_must_know_each_other(capability, version, state, w
 def test_a_chapter_lacks_the_tensorrt_that_its_gpu_needs():
     from launchlab.manifest import chapter
 
-    machine = doctor.Machine(gpu=replace(CARD, compute_capability=(12, 0)), cupy=True, tensorrt=(10, 6), packages=frozenset())
+    machine = doctor.Machine(python=(3, 12), gpu=replace(CARD, compute_capability=(12, 0)), cupy=True, tensorrt=(10, 6), packages=frozenset())
     assert doctor.lacks(chapter(9), machine)[0].startswith("TensorRT 10.")
     assert doctor.lacks(chapter(3), machine) == []
     assert doctor.lacks(chapter(9), replace(machine, tensorrt=(11, 4))) == []

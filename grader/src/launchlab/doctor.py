@@ -46,8 +46,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Machine:
-    """What chapters ask of a machine. tensorrt: (major, minor); packages: those of the manifest that are installed."""
+    """What chapters ask of a machine. python, tensorrt: (major, minor); packages: those of the manifest that are installed."""
 
+    python: tuple[int, int]
     gpu: device.Gpu | None
     cupy: bool
     tensorrt: tuple[int, int] | None
@@ -85,7 +86,7 @@ def machine() -> Machine:
     """This machine, as far as chapters depend on it."""
     outside = {package for chapter in manifest.chapters() for package in chapter.needs.packages}
     installed = frozenset(package for package in outside if _version(package))
-    return Machine(device.gpu(), _cupy_distribution() is not None, _tensorrt_version(), installed)
+    return Machine(sys.version_info[:2], device.gpu(), _cupy_distribution() is not None, _tensorrt_version(), installed)
 
 
 def lacks(chapter: manifest.Chapter, machine: Machine) -> list[str]:
@@ -103,7 +104,7 @@ def lacks(chapter: manifest.Chapter, machine: Machine) -> list[str]:
     if not machine.cupy:
         missing.append("CuPy")
     if needs.tensorrt:
-        least = max(needs.tensorrt, platforms.least_tensorrt(gpu.compute_capability, sys.version_info[:2]))
+        least = max(needs.tensorrt, platforms.least_tensorrt(gpu.compute_capability, machine.python))
         if (machine.tensorrt or (0, 0)) < least:
             missing.append("TensorRT {}.{}".format(*least))
     return missing + [package for package in needs.packages if package not in machine.packages]
