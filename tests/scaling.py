@@ -2,8 +2,9 @@
 
 usage: python3 tests/scaling.py [--check]
 
-Fills the page between its markers from tests/records/gpu_cluster.json (tests/gpu_cluster.py) and
-tests/records/gradebook_cost.json (tests/gradebook_cost.py). Where a record is missing, the page says so.
+Fills the page between its markers from tests/records/gpu_cluster.json (tests/gpu_cluster.py),
+tests/records/gradebook_cost.json (tests/gradebook_cost.py) and tests/records/cpu_cost.json
+(tests/gpu_cost.py without a GPU). Where a record is missing, the page says so.
 """
 
 from __future__ import annotations
@@ -58,6 +59,21 @@ def measured(cluster: dict | None, book: dict | None) -> list[str]:
     return lines
 
 
+def beside_plain(cost: dict | None) -> list[str]:
+    """What the sealed exam takes, and plain nbgrader, which trusts the notebook and runs its experiments too."""
+    if cost is None:
+        return ["Beside plain nbgrader: not measured yet (`tests/gpu_cost.py`)."]
+    lines = [f"| `nbgrader autograde` ({cost['cores']} cores, {cost['gpu'] or 'no GPU'}) | sealed exam | plain nbgrader |", "|---|---:|---:|"]
+    seconds = {(run["chapter"], run["grader"], run["students"]): run["seconds"] for run in cost["runs"]}
+    few, many = (choose(students for _, _, students in seconds) for choose in (min, max))
+    for chapter in dict.fromkeys(chapter for chapter, _, _ in seconds):
+        small, large = ([seconds[chapter, grader, students] for grader in ("sealed", "plain")] for students in (few, many))
+        further = [(long - short) / (many - few) for short, long in zip(small, large, strict=True)]
+        for what, (sealed, plain) in {f"class of {few}": small, f"class of {many}": large, "a further submission": further}.items():
+            lines.append(f"| {chapter}, {what} | {sealed:.1f} s | {plain:.1f} s |")
+    return lines
+
+
 def projected(cluster: dict, book: dict) -> list[str]:
     exam, own = warm(cluster), book["seconds_each"]
     lines = [f"| GPUs | {CLASS:,} submissions in | limited by |", "|---:|---:|---|"]
@@ -70,7 +86,7 @@ def projected(cluster: dict, book: dict) -> list[str]:
 
 def figures() -> str:
     cluster, book = load("gpu_cluster"), load("gradebook_cost")
-    lines = measured(cluster, book)
+    lines = [*measured(cluster, book), "", *beside_plain(load("cpu_cost"))]
     if cluster and book:
         lines += ["", *projected(cluster, book)]
     return "\n".join(lines)
