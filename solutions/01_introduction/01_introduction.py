@@ -538,7 +538,7 @@ axes[0].set_xlabel("句子长度（token）")
 axes[0].set_ylabel("一层的计算量（GFLOP）")
 axes[0].set_title("推算：填充让短句白算多少")
 axes[0].legend()
-axes[1].hist(lengths, bins=np.arange(0, 520, 16), color="#56B4E9")
+axes[1].hist(lengths, bins=np.arange(0, 520, 16), color="#0072B2")
 for edge in BUCKETS:
     axes[1].axvline(edge, color="#555555", linewidth=0.9, linestyle=":")
 axes[1].set_xlabel("句子长度（token），虚线是四档的边界")

@@ -270,7 +270,7 @@ took = {
 }
 
 fig, ax = plt.subplots()
-ax.step(counts, np.ceil(counts / step) * WAVE_US, where="post", color="#999999", marker="", label="波数 × 每个 block 的时间")
+ax.step(counts, np.ceil(counts / step) * WAVE_US, where="post", color="#767676", marker="", label="波数 × 每个 block 的时间")
 ax.plot(counts, list(took.values()), linestyle="", label="实测")
 ax.set_xlabel("block 数量")
 ax.set_ylabel("从提交到做完（µs）")
@@ -573,7 +573,7 @@ def hand_over(wait):
 
 
 device.synchronize()
-lab.say(lab.table(("", "实际的先后"), [("没有等待", hand_over(False)), ("`wait_event`", hand_over(True))]))
+lab.say(lab.table(("怎样交接", "实际的先后"), [("没有等待", hand_over(False)), ("`wait_event`", hand_over(True))]))
 
 # %% [markdown]
 # 没有事件，代码里写在后面的工作先做了，而且**一点错误也不报**。

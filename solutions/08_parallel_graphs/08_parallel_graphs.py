@@ -1674,7 +1674,7 @@ def put(answer):
 
 
 rows = [(title, put(predict(calls)), put(performed(calls)), "一致" if predict(calls) == performed(calls) else "不一致") for title, calls in CASES.items()]
-lab.say(lab.table(("调用", "你的判断（编号←祖先）", "驱动的回答", ""), rows))
+lab.say(lab.table(("调用", "你的判断（编号←祖先）", "驱动的回答", "对不对"), rows))
 
 # %% [markdown]
 # ### 练习二：一次不怕打扰的分叉捕获（3 分）

@@ -833,7 +833,8 @@ ax.imshow(image)
 for character, _, left, right in boxes:
     if character.strip():
         ax.add_patch(plt.Rectangle((left, 0), right - left, image.shape[0] - 1, fill=False, color="#D55E00", linewidth=1.2))
-        ax.text(left, -3, character, color="#D55E00", fontsize=9)
+        ax.text(left, -3, character, fontsize=9)
+ax.set_title("每个字和它的框", fontsize=10, pad=18)
 ax.set_axis_off()
 plt.show()
 
