@@ -442,7 +442,7 @@ def bill(sync_between):
 
 lab.say(
     lab.table(
-        ("", "“推理” µs", "“拷贝” µs"),
+        ("怎样停表", "“推理” µs", "“拷贝” µs"),
         [
             (name, *(f"{us:.0f}" for us in bill(sync)))
             for name, sync in (("推理后直接停表", False), ("推理后先同步，再停表", True))
@@ -1049,7 +1049,7 @@ without_sync = x.get(stream=stream)
 pair = lab.compare_us(partial(synced_chain, x, 200), chain_200, clock="end_to_end")
 lab.say(
     f"结果一样吗：**{'一样' if np.array_equal(with_sync, without_sync) else '不一样'}**，与 NumPy {'也' if np.array_equal(without_sync, mixed(before, 200)) else '不'}一致。"
-    f"端到端时间：每次同步 {pair.first.median:.0f} µs，最后同步一次 {pair.second.median:.0f} µs，慢了 **{pair.ratio:.1f}** 倍。"
+    f"端到端时间：每次同步 {pair.first.median:.0f} µs，最后同步一次 {pair.second.median:.0f} µs，前者是后者的 **{pair.ratio:.1f}** 倍。"
 )
 
 # %% [markdown]
