@@ -369,7 +369,8 @@ ax.set_yscale("log")
 ax.set_xlabel("暂存区（MiB）")
 ax.set_ylabel("一个请求的端到端时间（µs，中位数）")
 ax.set_title(f"暂存区从哪里来（{lab.gpu_name()}）")
-ax.legend()
+ax.set_ylim(top=6 * max(map(max, lines.values())))  # room for the legend
+ax.legend(ncols=2)
 plt.show()
 place = SIZES_MIB.index(16)
 base = lines["一块固定的缓冲"][place]
