@@ -279,7 +279,7 @@ class Kernel:
             members = self._members()
             for pid in members:
                 family.send(pid, signal.SIGSTOP)
-            # The keeper alone has only just been started, and is about to start the others.
+            # A keeper alone has only just been started, and is about to start the others.
             if (members or self.process.poll() is not None) and all(family.is_stopped(pid) for pid in members) and self._members() == members:
                 return
             time.sleep(0.0002)  # threads come to rest one by one

@@ -51,12 +51,12 @@ def python_paths() -> list[Path]:
     return found
 
 
-def python_links() -> list[Path]:
-    """Symbolic links outside of those folders by which this process's interpreter and its library are named.
+def python_links(folders: list[Path]) -> list[Path]:
+    """Symbolic links outside of ``folders``, and of the system's, by which this process's interpreter and its library are named.
 
     A home folder may be one, an environment's ``bin/python`` may lead through one in ``~/.local/bin``.
     """
-    shown = [*map(Path, SYSTEM), *python_paths()]
+    shown = [*map(Path, SYSTEM), *folders]
     found: dict[Path, None] = {}
     for name in (sys.executable, sys.prefix, sys.base_prefix):
         followed, rest = Path("/"), list(Path(name).absolute().parts[1:])
@@ -88,10 +88,11 @@ def wrap(command: list[str], folder: Path, environment: dict[str, str]) -> list[
     bwrap += ["--dev", "/dev", *scratch, "--tmpfs", "/dev/shm", "--proc", "/proc", *scratch, "--tmpfs", "/tmp"]
     for device in [*sorted(Path("/dev").glob("nvidia*")), Path("/dev/dxg")]:
         bwrap += ["--dev-bind-try", str(device), str(device)]
-    for path in python_paths():
+    folders = python_paths()
+    for path in folders:
         if not any(path.is_relative_to(entry) for entry in SYSTEM):
             bwrap += ["--ro-bind", str(path), str(path)]
-    for link in python_links():
+    for link in python_links(folders):
         bwrap += ["--symlink", os.readlink(link), str(link)]
     for path in hidden():
         bwrap += ["--tmpfs", str(path)] if path.is_dir() else ["--ro-bind", os.devnull, str(path)]

@@ -90,7 +90,7 @@ class Watch:
             return f"它和它启动的进程一共占用了超过 {limit >> 30} GiB 内存，已停止"
         if shutil.disk_usage(self._folder).free < LEAST_DISK and folder_size(self._folder) > LEAST_DISK:
             return "它快把磁盘写满了，已停止"
-        self._low = self._low + 1 if gpu_is_full() else 0
+        self._low = self._low + 1 if is_full(free_memory()) else 0
         return GPU_FULL if self._low > (0 if sure else 1) else None
 
     def _act(self, why: str | None) -> None:
@@ -113,7 +113,7 @@ class Watch:
         """
         with exclusive(f"{identity()} memory"):
             before = free_memory()
-            if before is None or not gpu_is_full():
+            if not is_full(before):
                 return
             self.why = GPU_FULL
             self._kill()
@@ -132,9 +132,8 @@ class Watch:
         return False
 
 
-def gpu_is_full() -> bool:
-    """Whether the GPU's memory is nearly used up; False where that cannot be told."""
-    found = free_memory()
+def is_full(found: tuple[int, int] | None) -> bool:
+    """Whether a GPU's memory, as `free_memory` found it, is nearly used up; False where that could not be told."""
     return found is not None and found[0] < LEAST_GPU * found[1]
 
 
