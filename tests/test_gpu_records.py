@@ -32,10 +32,12 @@ def test_all_solutions_were_graded_in_one_go():
 
 def test_a_run_goes_on_where_an_earlier_one_left_it(tmp_path):
     out = tmp_path / "out.json"
-    assert gpu_solutions.earlier(out) == {}
+    assert gpu_solutions.earlier(out, {"gpu": "A"}) == {}
     told = [{"chapter": "a", "score": 12, "max": 12}, {"chapter": "b", "score": 11, "max": 12}, {"chapter": "c", "error": "E"}]
-    out.write_text(json.dumps({"seconds": 5.0, "chapters": told}), encoding="utf-8")
-    assert gpu_solutions.earlier(out) == {"seconds": 5.0, "chapters": told[:1]}
+    out.write_text(json.dumps({"gpu": "A", "seconds": 5.0, "chapters": told}), encoding="utf-8")
+    assert gpu_solutions.earlier(out, {"gpu": "A"}) == {"gpu": "A", "seconds": 5.0, "chapters": told[:1]}
+    with pytest.raises(SystemExit, match="another machine"):
+        gpu_solutions.earlier(out, {"gpu": "B"})
 
 
 @pytest.mark.parametrize(("words", "spoil"), [
