@@ -16,7 +16,8 @@ import pytest
 from course_copy import NAME, Course, once
 from kernels import BOTH, needs_sandbox, told
 
-from launchlab.exam import family, limits, sandbox, watch
+from launchlab import device
+from launchlab.exam import examine, family, limits, sandbox, timing, watch
 from launchlab.exam.examine import Master
 from launchlab.exam.kernel import Kernel, KernelDied
 from launchlab.exam.memory import Buffer, in_blocks
@@ -236,6 +237,17 @@ def test_of_two_on_a_gpu_only_the_hoarder_is_blamed(start, monkeypatch):
     for each in threads:
         each.join()
     assert found["hoarder"] is KernelDied and found.get("honest") in (None, NoRoom)
+
+
+def test_while_others_are_looked_at_for_a_full_gpu_nobody_is_blamed(start, monkeypatch):
+    kernel = start(sandbox.works())
+    monkeypatch.setattr(watch, "free_memory", Gpu(None))
+    monkeypatch.setattr(timing, "LOCK_SECONDS", 0.0)
+    with timing.exclusive(f"{device.identity()} memory"):
+        with pytest.raises(timing.GpuBusy):  # control
+            kernel.check_share()
+        assert examine._overdrawn(kernel) is None
+        assert kernel.run_cell("1", 5).error is None
 
 
 @needs_sandbox

@@ -184,7 +184,7 @@ def _overdrawn(student: Process) -> tuple[str, str] | None:
         student.check_share()
     except PartyLost as lost:
         return judge.CRASHED, f"{lost}。进程已重新启动，不影响其他练习。"
-    except NoRoom:  # it was not this one
+    except (NoRoom, GpuBusy):  # it was not this one, or others are still being looked at for the same
         return None
     return None
 
