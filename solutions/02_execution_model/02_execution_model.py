@@ -270,7 +270,7 @@ took = {
 }
 
 fig, ax = plt.subplots()
-ax.step(counts, np.ceil(counts / step) * WAVE_US, where="post", color="#999999", marker="", label="波数 × 每个 block 的时间")
+ax.step(counts, np.ceil(counts / step) * WAVE_US, where="post", color="#767676", marker="", label="波数 × 每个 block 的时间")
 ax.plot(counts, list(took.values()), linestyle="", label="实测")
 ax.set_xlabel("block 数量")
 ax.set_ylabel("从提交到做完（µs）")
@@ -442,7 +442,7 @@ def bill(sync_between):
 
 lab.say(
     lab.table(
-        ("", "“推理” µs", "“拷贝” µs"),
+        ("怎样停表", "“推理” µs", "“拷贝” µs"),
         [
             (name, *(f"{us:.0f}" for us in bill(sync)))
             for name, sync in (("推理后直接停表", False), ("推理后先同步，再停表", True))
@@ -573,7 +573,7 @@ def hand_over(wait):
 
 
 device.synchronize()
-lab.say(lab.table(("", "实际的先后"), [("没有等待", hand_over(False)), ("`wait_event`", hand_over(True))]))
+lab.say(lab.table(("怎样交接", "实际的先后"), [("没有等待", hand_over(False)), ("`wait_event`", hand_over(True))]))
 
 # %% [markdown]
 # 没有事件，代码里写在后面的工作先做了，而且**一点错误也不报**。
@@ -1049,7 +1049,7 @@ without_sync = x.get(stream=stream)
 pair = lab.compare_us(partial(synced_chain, x, 200), chain_200, clock="end_to_end")
 lab.say(
     f"结果一样吗：**{'一样' if np.array_equal(with_sync, without_sync) else '不一样'}**，与 NumPy {'也' if np.array_equal(without_sync, mixed(before, 200)) else '不'}一致。"
-    f"端到端时间：每次同步 {pair.first.median:.0f} µs，最后同步一次 {pair.second.median:.0f} µs，慢了 **{pair.ratio:.1f}** 倍。"
+    f"端到端时间：每次同步 {pair.first.median:.0f} µs，最后同步一次 {pair.second.median:.0f} µs，前者是后者的 **{pair.ratio:.1f}** 倍。"
 )
 
 # %% [markdown]

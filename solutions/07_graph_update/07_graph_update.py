@@ -1896,7 +1896,7 @@ for title, old, new in CASES:
     _, reason, _ = ask_driver(old, new)
     yours = verdict(old, new)[1]
     rows.append((title, *(f"`{each.removeprefix('cudaGraphExecUpdate')}`" for each in (yours, reason)), "一致" if yours == reason else "不一致"))
-lab.say(lab.table(("情形", "你的判断", "驱动的回答", ""), rows))
+lab.say(lab.table(("情形", "你的判断", "驱动的回答", "对不对"), rows))
 
 # %% [markdown] tags=["instructor"]
 # 给教师：练习一的隐藏测试考互换（逐条替换会错）、连续搬三次（只改可执行图会在第二次找不到）、只搬输入、什么都不搬。

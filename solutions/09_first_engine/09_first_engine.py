@@ -893,7 +893,7 @@ def seconds(work, times):
     return float(np.median(spent))
 
 
-fresh_weights = tower_weights(8)  # a name, so that the arrays live until the build has read them
+fresh_weights = tower_weights(8)
 costs = {
     "构建（没有计时缓存，掐一次）": timed_build(describe_tower(fresh_weights))[1],
     "加载": seconds(lambda: runtime.deserialize_cuda_engine(plan_of_8), 5),
@@ -1214,7 +1214,7 @@ for fortran in (False, True):
         asked = x.write(secret.standard_normal((batch, widths[0])).astype(np.float32))
         y.poison()
         run(plan, x, y)
-        why = "float64 或者不连续的权重，结果不对。转换出来的数组有没有留到构建结束？" if fortran else "换一组层，结果不对。每一层都用了自己的权重和偏置吗？最后一层做了 ReLU 吗？"
+        why = "float64 或者不连续的权重，结果不对。转换对了吗？构建以前，转换出来的数组有没有又被改写，例如几层轮流用同一块缓冲？" if fortran else "换一组层，结果不对。每一层都用了自己的权重和偏置吗？最后一层做了 ReLU 吗？"
         check.equal(y.read(), reference.mlp_by_numpy(asked, layers).astype(np.float32), abs=0.05, rel=0.02, why=why)
 one = drawn()[:1]
 plan = student.build_mlp(one, batch)

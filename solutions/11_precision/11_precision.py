@@ -10,7 +10,7 @@
 # **学完以后，你能够**
 #
 # - 说出 FP16、BF16、TF32 各丢掉了什么，并用一个引擎从外面“验指纹”，看它到底用了哪一种；
-# - 用强类型（strongly typed）网络写出混合精度：该窄的窄，该宽的宽，并用检视器（inspector）证明；
+# - 用强类型（strongly typed）网络写出混合精度：该窄的窄，该宽的宽，并用检查器（inspector）证明；
 # - 从数据里选出量化（quantise）的刻度，插入 Q/DQ，并让误差不超过能证明的上界；
 # - 给低精度的结果定一个有根据的误差预算，而不是随手写一个容差；
 # - 事先算出 FP16 在哪里划算、在哪里不划算，以及为什么。
@@ -345,10 +345,9 @@ lab.say("打开 TF32 的那个引擎" + ("真的丢了尾数：它用了 TF32。
 # 所以打开 TF32 的 FP32 网络，容差要按 $2^{-11}$ 来定，而不是 $2^{-24}$：换一块 GPU、重新构建一次，它都可能变。
 
 # %% [markdown]
-# ## 检视器：从里面看
+# ## 检查器：从里面看
 #
-# 外面看是物证，里面看是口供，两样都要。引擎检视器（engine inspector，就是《构建第一个 TensorRT 引擎》里的检查器）会说出
-# 融合（fusion，几层并成一个内核）以后的每一层、每个张量的类型；
+# 外面看是物证，里面看是口供，两样都要。引擎检查器（engine inspector）会说出融合（fusion，几层并成一个内核）以后的每一层、每个张量的类型；
 # 前提是构建时 `config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED`（`Draft.plan` 里写了），否则它只肯说层名。
 
 # %% tags=["gpu"]
@@ -646,7 +645,7 @@ for label, w_scale, axis in (("整个张量一个刻度", np.abs(w).max() / 127,
     error, gap = (np.abs(y - other)[:, ordinary].max() for other in (exact, simulated))
     shares.append(gap / error)
     rows.append((label, f"{error:.3g}", f"{gap:.2g}", "有" if "int8" in str(tensor_types(plan)).lower() else "没看到"))
-lab.say(lab.table(("权重的刻度", "普通通道的最大误差", "和 NumPy 模拟之差", "检视器里有 INT8 吗"), rows))
+lab.say(lab.table(("权重的刻度", "普通通道的最大误差", "和 NumPy 模拟之差", "检查器里有 INT8 吗"), rows))
 lab.say("引擎和模拟之差" + (f"至多是量化误差的 {max(shares):.2g} 倍：量化的误差是**算得出来的**，不是碰运气。" if max(shares) < 0.5 else f"达到量化误差的 {max(shares):.2g} 倍，比预想的大：这个引擎还在别处舍入了。"))
 
 # %% [markdown]
@@ -733,7 +732,7 @@ plt.show()
 # 3. 归一化的每一层都在 FLOAT 里做：行里有上千的数时也不许溢出；
 # 4. 和 float64 的结果相差不超过 0.05（`y` 的大小约为 1；有几次 $2^{-11}$ 的舍入，矩阵乘还可能用 16 位累加，0.05 留足了余量）。
 #
-# 评分看三样：网络里写的类型；用极小和很大的数从外面验的指纹；检视器的口供（参考答案的引擎里看得见 FP16 时，你的也应当看得见）。
+# 评分看三样：网络里写的类型；用极小和很大的数从外面验的指纹；检查器的口供（参考答案的引擎里看得见 FP16 时，你的也应当看得见）。
 
 # %% tags=["gpu"]
 EPS = 1e-20  # keeps a row of zeros from 0 / 0; FP16 could not even store it
@@ -836,7 +835,7 @@ plan = draft.plan()
 NARROW = ("half", "fp16", "f16")  # TensorRT words it differently from layer to layer; what it tells of the reference's engine is asked of the learner's
 told = reference.define(INSPECT, "reported")(reference.mixed_block(16, w1, w2).plan())
 report = student.define(INSPECT, "reported")(plan)
-check.that(any(word in report for word in NARROW) or not any(word in told for word in NARROW), why="检视器在引擎里没有看到 FP16 的张量。矩阵乘真的在 HALF 里做吗？")
+check.that(any(word in report for word in NARROW) or not any(word in told for word in NARROW), why="检查器在引擎里没有看到 FP16 的张量。矩阵乘真的在 HALF 里做吗？")
 out = on_gpu(np.zeros((16, 32), np.float32))
 out.poison()
 runner = student.Runner(plan)
@@ -1338,7 +1337,7 @@ lab.say(lab.table(("任务", "GPU（手册数字）", "FP16 快几倍", "FP32 �
 
 # %% [markdown] tags=["instructor"]
 # 给教师：练习一、三的隐藏测试都从外面验指纹：极小的数（2⁻²⁸、2⁻³⁰）在 FP16 里是 0，在 FP32、TF32、BF16 里都留得住，
-# 所以“只打开 TF32”或“改用 BF16”会被发现，不依赖检视器的措辞；检视器只在参考答案自己的引擎里也看得见 FP16 时才问。
+# 所以“只打开 TF32”或“改用 BF16”会被发现，不依赖检查器的措辞；检查器只在参考答案自己的引擎里也看得见 FP16 时才问。
 # 练习三的指纹只用一层：第一层以后，8 和 −8 对 16 同余，差别就折没了。练习一用几百上千的行触发平方溢出；有的融合内核会在寄存器里用 FP32，
 # 全 HALF 的写法数值上可能碰巧正确，所以还查网络里归一化各层的类型。
 # 练习二的数据离取整的分界点至少 0.1 格，除法换成乘倒数也不会误判，此外还放过一个数差一格；离群通道比别的大 400 倍，整张量一个刻度会超过上界。
@@ -1359,7 +1358,7 @@ lab.say(lab.table(("任务", "GPU（手册数字）", "FP16 快几倍", "FP32 �
 #
 # **带走三句话**
 #
-# 1. 精度写在网络里，用物证（特别的输入）和口供（检视器）一起证明。
+# 1. 精度写在网络里，用物证（特别的输入）和口供（检查器）一起证明。
 # 2. 误差先算上界再比较；溢出不归预算管，靠设计躲开。
 # 3. 窄类型省的是计算和带宽，省不了启动；换了类型，瓶颈会换人。
 #

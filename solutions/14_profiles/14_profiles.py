@@ -381,7 +381,7 @@ rows = [
     ("长度 8、长度 512", *("、".join("接受" if taken else "拒绝" for taken in each) for each in accepts)),
     ("上下文要的显存", *(f"{engine.device_memory_size_v2 / 2**20:.1f} MiB" for engine in (wide512, wide32))),
 ]
-lab.say(lab.table(("", "opt = 512", "opt = 32"), rows))
+lab.say(lab.table(("比什么", "opt = 512", "opt = 32"), rows))
 
 # %% [markdown]
 # 范围只由 min 和 max 决定；结果该是多少就是多少（浮点网络会差在最后几位，因为内核不同，相加的次序不同）；

@@ -691,7 +691,7 @@ for label, shape in MASKS.items():
     rows.append((label, shape, f"{bound:,}", f"{bound / 100:,.0f}"))
 ax.set_xlabel("命中的比例（%）")
 ax.set_ylabel("NonZero 的输出（字节）")
-ax.set_title("实线：真正有用的；虚线：上界")
+ax.set_title("斜线：真正有用的；水平的细虚线：上界")
 ax.legend()
 plt.show()
 lab.say(lab.table(("NonZero 的输入", "形状", "上界（字节）", "命中 1% 时有用的（字节）"), rows), measured=False)

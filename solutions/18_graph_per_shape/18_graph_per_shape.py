@@ -1550,13 +1550,16 @@ tried(maker, 8192, "正好等于桶的长度，结果不对。")
 tight = share(65536, first=True) + share(8192) + 5 * MIB
 alone = share(49152, first=True) + 2 * MIB
 thin = share(65536, first=True) - 1 * MIB
+# Read forwards or backwards, a bucket that is not to get a graph comes before the one that is: taking them as they come shows.
+MIXED = [32768, 65536, 49152, 8192]
 for buckets, budget, captured, why in (
     (BUCKETS, whole + 6 * MIB, BUCKETS, "预算正好够四个桶，却没有全部配上：暂存是不是每张图各要了一块，或者给得比需要的多？"),
     (BUCKETS, tight, [8192, 65536], "预算够最大的桶和最小的桶。应当从大到小看，放不下的跳过，继续看更小的。"),
     (BUCKETS[2:], thin, [49152], "只差 1 MiB 的桶也配上了图：每张图还要留出 GRAPH_RESERVE。"),
     (BUCKETS, alone, [49152], "最大的桶放不下，第二大的正好放得下。估计里有暂存、固定缓冲和 GRAPH_RESERVE 吗？"),
 ):
-    made, watch, used = built(book_there, [buckets[i] for i in secret.permutation(len(buckets))], budget, captured)
+    order = [bucket for bucket in MIXED[:: int(secret.choice([1, -1]))] if bucket in buckets]
+    made, watch, used = built(book_there, order, budget, captured)
     check.equal(made, captured, why=why)
     check.that(used <= budget, why="由考官向驱动量到的显存占用超过了预算。默认的上下文自己会按最大形状申请暂存；内存池也会多拿。每建一个之前，问过驱动吗？")
     scratch = watch.get("scratch")
@@ -1748,11 +1751,6 @@ check.equal(book_of_slots, after, why="一个 60 行的请求，table 不对。�
 sending(server, lend_all([little]))
 check.equal(book_of_slots, settled(after, [little]), why="60 行之后来了 40 行，进同一个桶，table 不对：填充的行还带着上一个请求的数据或槽位。每次重放之前，哨兵要写到桶的最后一行。")
 ### BEGIN HIDDEN TESTS
-buckets = sorted(int(bucket) for bucket in secret.choice(np.arange(20, 300), 4, replace=False))
-start = secret.integers(-8, 8, (1024, 64)).astype(np.float32)
-book_of_slots = on_gpu(start)
-server = student.PaddedServer(book_of_slots, [buckets[i] for i in secret.permutation(4)])
-check.equal(book_of_slots, start, why="建的时候 table 就变了。")
 # Whoever frees the fixed buffers lets the pool hand their memory to these arrays.
 TENANTS = """
 def tenants(stream, sizes):
@@ -1766,22 +1764,29 @@ def tenants(stream, sizes):
     cupy.cuda.runtime.deviceSynchronize()
     return held
 """
-others = student.define(TENANTS, "tenants")(student.value("stream"), [bucket * 64 for bucket in buckets] + buckets)
-beyond = 0
-for turn in range(12):
-    sizes = [int(n) for n in secret.integers(8, buckets[-1] + 1, 6)]
-    if turn == 0:
-        sizes = [each for bucket in buckets for each in (bucket, 8)]  # full to the brim, then the smallest
-    if turn % 4 == 3:
-        sizes[int(secret.integers(6))] = int(secret.integers(buckets[-1] + 1, 513))
-        beyond += 1
-    requests = [made(n) for n in sizes]
-    sending(server, lend_all(requests))
-    start = settled(start, requests)
-    check.equal(book_of_slots, start, why="一串长短不一的请求以后，table 不对。大的之后来小的，填充的行写上哨兵了吗？正好等于桶的长度呢？比最大的桶还长的呢？")
-check.equal(server.get("fallbacks"), beyond, why="fallbacks 的次数不对：比最大的桶还长的请求，每个记一次；别的都不该回退。")
-for other in others:
-    check.equal(other, np.full(other.numpy().shape, 0x5A5A5A5A, np.int32), why="重放写坏了别人的数组：固定缓冲已经被回收，图还在往老地址写。请让 PaddedServer 留住它们。")
+tenants = student.define(TENANTS, "tenants")
+for order in ([1, 3, 0, 2], [2, 0, 3, 1]):  # a list taken for sorted, one way or the other, or its ends for the extremes, shows in one of them
+    buckets = sorted(int(bucket) for bucket in secret.choice(np.arange(20, 300), 4, replace=False))
+    start = secret.integers(-8, 8, (1024, 64)).astype(np.float32)
+    book_of_slots = on_gpu(start)
+    server = student.PaddedServer(book_of_slots, [buckets[i] for i in order])
+    check.equal(book_of_slots, start, why="建的时候 table 就变了。")
+    others = tenants(student.value("stream"), [bucket * 64 for bucket in buckets] + buckets)
+    beyond = 0
+    for turn in range(8):
+        sizes = [int(n) for n in secret.integers(8, buckets[-1] + 1, 6)]
+        if turn == 0:
+            sizes = [each for bucket in buckets for each in (bucket, 8)]  # full to the brim, then the smallest
+        if turn % 4 == 3:
+            sizes[int(secret.integers(6))] = int(secret.integers(buckets[-1] + 1, 513))
+            beyond += 1
+        requests = [made(n) for n in sizes]
+        sending(server, lend_all(requests))
+        start = settled(start, requests)
+        check.equal(book_of_slots, start, why="一串长短不一的请求以后，table 不对。大的之后来小的，填充的行写上哨兵了吗？正好等于桶的长度呢？比最大的桶还长的呢？buckets 不一定是升序的。")
+    check.equal(server.get("fallbacks"), beyond, why="fallbacks 的次数不对：比最大的桶还长的请求，每个记一次；别的都不该回退。最大的桶不一定在 buckets 的末尾。")
+    for other in others:
+        check.equal(other, np.full(other.numpy().shape, 0x5A5A5A5A, np.int32), why="重放写坏了别人的数组：固定缓冲已经被回收，图还在往老地址写。请让 PaddedServer 留住它们。")
 ### END HIDDEN TESTS
 
 # %% test="PaddedServer_speed" kind="speedup" points=1 tags=["gpu"]

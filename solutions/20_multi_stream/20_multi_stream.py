@@ -384,6 +384,16 @@ extern "C" __global__ void spin(unsigned long long ns) {
 """, "spin")
 
 
+class Foreign:
+    """A stream of which only the handle is known, by the CUDA stream protocol."""
+
+    def __init__(self, handle):
+        self.handle = int(handle)
+
+    def __cuda_stream__(self):
+        return 0, self.handle
+
+
 class Ledger:
     """Watches what the contexts of engines share while they may run at the same time."""
 
@@ -425,7 +435,7 @@ class Ledger:
             if overlap(other["output"], entry["output"]):
                 self.faults.add("output")
         self.most = max(self.most, 1 + len({other["stream"] for other in beside}))
-        queue = cp.cuda.ExternalStream(handle)
+        queue = cp.cuda.Stream.from_external(Foreign(handle))
         if self.delay_us and not capturing:
             with queue:
                 spin((1,), (1,), (np.uint64(self.delay_us * 1000),))
@@ -981,14 +991,18 @@ for m in WORKERS:
 fig, ax = plt.subplots()
 for name, (throughput, latency) in curves.items():
     ax.plot(throughput, latency, marker="o", label=name)
-    for m, x, y in zip(WORKERS, throughput, latency, strict=True):
-        ax.annotate(f"M={m}", (x, y), textcoords="offset points", xytext=(4, 5), fontsize=8)
+for m, x, y in zip(WORKERS, *curves["每个工位一张图"], strict=True):
+    ax.annotate(f"M={m}", (x, y), textcoords="offset points", xytext=(4, 5) if m < WORKERS[-1] else (-10, 15), fontsize=8)
+throughput, latency = curves["逐个入队"]  # its points lie close together: one label for all of them, and the table below
+ax.annotate(f"M={WORKERS[0]}～{WORKERS[-1]}", (max(throughput), np.median(latency)), textcoords="offset points", xytext=(8, -3), fontsize=8)
 ax.set_xlabel("吞吐（请求 / ms）")
 ax.set_ylabel("一个请求在 GPU 上的时间（µs，中位数）")
 ax.set_ylim(bottom=0)
 ax.set_title(f"吞吐与延迟（{lab.gpu_name()}）")
 ax.legend()
 plt.show()
+heads = (f"{name}，{what}" for name in curves for what in ("吞吐（请求 / ms）", "延迟（µs）"))
+lab.say(lab.table(("M", *heads), [(m, *(f"{each:.1f}" for curve in curves.values() for each in np.take(curve, k, axis=1))) for k, m in enumerate(WORKERS)]))
 for name, (throughput, _) in curves.items():
     best = WORKERS[int(np.argmax(throughput))]
     lab.say(f"{name}：M = 1 时每毫秒 {throughput[0]:.0f} 个，最多是 M = {best} 时的 {max(throughput):.0f} 个，**{max(throughput) / throughput[0]:.1f} 倍**。")
@@ -996,7 +1010,7 @@ for name, (throughput, _) in curves.items():
 # %% [markdown]
 # ### 误区四：流越多越快
 #
-# 先用那个恒等式验一验：把一个点的吞吐和延迟乘起来（单位都换成毫秒），就是真正同时在跑的请求数。它跟着 `M` 长吗？
+# 先用那个恒等式验一验：把表里一行的吞吐和延迟乘起来（单位都换成毫秒），就是真正同时在跑的请求数。它跟着 `M` 长吗？
 # 不跟着长的那条线，流虽然多了，请求却没有真的排开：CPU 喂不上。
 #
 # 再沿着每条线往右上走：吞吐涨得动的那一段，加流是赚的；一旦不再往右、只往上，多出来的流就只是在加长每个请求的延迟。

@@ -216,7 +216,7 @@ plt.show()
 varying = [name for name, sizes in curves.items() if sizes[-1] > sizes[0]]
 lab.say(
     f"暂存随行数变的引擎：{'、'.join(varying) or '没有'}。"
-    + ("按实际的形状备，小形状省得多。" if varying else "这个版本按最大的形状要，问哪个形状都一样；问法不变，将来的版本可能更省。")
+    + ("按实际的形状备，小形状省得多。" if varying else "这几个引擎按最大的形状要，问哪个形状都一样；别的引擎、别的版本可能按实际的形状要，问法不变。")
 )
 
 # %% [markdown]
@@ -497,7 +497,7 @@ lab.say(lab.table(("怎么错的", "入队返回", "写到给定的字节以外�
 same = scratch_of(engines[0], 4) == scratch_of(engines[0], 256)
 lab.say(
     (f"**{'、'.join(silent)}：入队返回 `True`，却写到了给定的范围以外。** 后面要是别人的显存，就悄悄写坏了。" if silent else "这几种情形，这一次都没有悄悄越界；别的版本、别的引擎没有承诺。")
-    + ("第二种情形这一次其实没有给错：这个版本里 4 行和 256 行要的一样多。" if same else "")
+    + ("第二种情形这一次其实没有给错：这个引擎 4 行和 256 行要的一样多。" if same else "")
     + "自己查大小，是唯一可靠的办法。"
 )
 

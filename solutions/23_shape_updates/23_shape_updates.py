@@ -410,12 +410,15 @@ library = {batch: defined(network, batch) for batch in batches}
 
 answers = [[asked(library[a], library[b]) for b in batches] for a in batches]
 fig, ax = plt.subplots(figsize=(5.2, 4.2))
-ax.imshow([[answer == "接受" for answer in row] for row in answers], cmap="RdYlGn", vmin=-0.4, vmax=1.4)
+ax.imshow([[answer == "接受" for answer in row] for row in answers], cmap="cividis", vmin=-0.6, vmax=1.2)
+for row, column in np.ndindex(len(batches), len(batches)):
+    taken = answers[row][column] == "接受"
+    ax.text(column, row, "接受" if taken else "拒绝", ha="center", va="center", fontsize=8, color="black" if taken else "white")
 ax.set_xticks(range(len(batches)), batches)
 ax.set_yticks(range(len(batches)), batches)
 ax.set_xlabel("更新成的批大小")
 ax.set_ylabel("实例化时的批大小")
-ax.set_title(f"绿色接受，红色拒绝（{lab.gpu_name()}）")
+ax.set_title(f"驱动的回答（{lab.gpu_name()}）")
 ax.grid(visible=False)
 plt.show()
 
@@ -671,7 +674,7 @@ for what, found in flow.items():
 #
 # 还有一个问题曲线上看不出来：定义库和“每个形状一张图”，**遇到没见过的形状**要先花钱准备。设平均每 $R$ 个请求冒出一个新形状，这笔钱摊到每个请求就是“准备 ÷ $R$”。
 # 下半张图把两个频率都摆出来，每一格涂上最便宜的办法（相差不到 5% 的，取占资源少的，也就是表里靠前的）：
-# **横着找你的 $k$，竖着找你的 $R$，颜色就是答案。** 如果只容得下一张可执行图，绿色的地方就改用“定义库 + 更新”。
+# **横着找你的 $k$，竖着找你的 $R$，那一块上的号码就是答案**，号码写在图例里。如果只容得下一张可执行图，“每个形状一张图”的地方就改用“定义库 + 更新”。
 
 # %% tags=["demo", "gpu"]
 from matplotlib.colors import ListedColormap
@@ -714,7 +717,11 @@ for ax, below, (what, found) in zip(*axes, flow.items(), strict=True):
     below.set_xlabel("一个形状保持几个请求 k")
     below.set_ylabel("几个请求冒出一个新形状 R")
     below.set_title("该选哪一种")
-    below.legend(handles=[Patch(color=COLORS[name], label=name) for i, name in enumerate(found) if (best == i).any()], loc="lower right")
+    for i in np.unique(best[best >= 0]):
+        inside = np.argwhere(best == i)
+        row, column = inside[((inside - np.median(inside, axis=0)) ** 2).sum(axis=1).argmin()]  # well within its region
+        below.text(ks[column], rs[row], f"{i + 1}", ha="center", va="center", fontsize=13, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5})
+    below.legend(handles=[Patch(color=COLORS[name], label=f"{i + 1} {name}") for i, name in enumerate(found) if (best == i).any()], loc="lower right")
 axes[0, 0].legend()
 plt.show()
 off = {f"{what}，{name}": cost(found, name, RUNS[1], np.inf) / each["at"][RUNS[1]] - 1 for what, found in flow.items() for name, each in found.items()}

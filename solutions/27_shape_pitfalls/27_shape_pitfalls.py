@@ -346,6 +346,16 @@ spin(0)
 wait()
 
 
+class Foreign:
+    """A stream of which only the handle is known, by the CUDA stream protocol."""
+
+    def __init__(self, handle):
+        self.handle = int(handle)
+
+    def __cuda_stream__(self):
+        return 0, self.handle
+
+
 class Context:
     """Stands for a context, and notes what is asked of it."""
 
@@ -378,7 +388,7 @@ class Context:
         watched, capturing = self._watched, bool(cp.cuda.runtime.streamIsCapturing(lane))
         watched.enqueues.append([self._number, int(lane), capturing, self._profile, self._length])
         if watched.mood == "slow":
-            with cp.cuda.ExternalStream(int(lane)):
+            with cp.cuda.Stream.from_external(Foreign(lane)):
                 spin(15)
         if capturing and watched.mood == "shy":
             return self._noted(False)

@@ -292,7 +292,7 @@ for name in names:
 ax.invert_yaxis()
 ax.set_xlabel("到第一个答案的时间（s）")
 ax.set_title(f"三种冷启动（{lab.gpu_name()}，TensorRT {trt.__version__}）")
-ax.legend(loc="lower right")
+ax.legend(loc="upper center", bbox_to_anchor=(0.45, -0.25), ncols=4, fontsize=8)
 plt.show()
 totals = dict(zip(ROUTES, left, strict=True))
 lab.say(
@@ -560,7 +560,8 @@ ax.set_xticks(places, SEEN)
 ax.set_xlabel("请求的行数（依次到来）")
 ax.set_ylabel("端到端时间（µs，对数轴）")
 ax.set_title(f"每个形状的头两次和以后（{lab.gpu_name()}）")
-ax.legend()
+ax.set_ylim(top=6 * max(first_us))  # room for the legend
+ax.legend(loc="upper right", ncols=3)
 plt.show()
 lab.say(f"六种形状，第一次合计 **{sum(first_us) / 1000:.1f} ms**，同样的请求用图重放合计 **{sum(replay_us) / 1000:.2f} ms**：这就是预热要替用户付的账。")
 del shelf
