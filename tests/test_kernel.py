@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import zmq
 from kernels import BEST, BOTH, needs_sandbox, told
 
 from launchlab.exam import judge, sandbox
@@ -40,6 +41,29 @@ def test_a_death_is_noticed_at_once(start, sandboxed, code, says):
     with pytest.raises(KernelDied, match=says):
         kernel.run_cell(code, 30)
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("sandboxed", BOTH)
+def test_a_subscription_that_comes_late_costs_no_start(sandboxed):
+    """Each socket connects when it does: what the kernel published before it had our subscription has reached nobody."""
+    kernel = Kernel(sandboxed=sandboxed)
+    client, asked = kernel.client, []
+    client.iopub_channel.socket.setsockopt(zmq.UNSUBSCRIBE, b"")
+    ask = client.kernel_info
+
+    def late() -> str:
+        asked.append(time.monotonic())
+        if len(asked) == 3:
+            client.iopub_channel.socket.setsockopt(zmq.SUBSCRIBE, b"")
+        return ask()
+
+    client.kernel_info = late
+    try:
+        kernel.wait_ready(20)
+        assert len(asked) >= 3  # control: the answers to the first two could not be heard
+        assert kernel.run_cell("6 * 7", 10).outputs[0].data["text/plain"] == "42"
+    finally:
+        kernel.close()
 
 
 def test_deadlines_and_floods(start):

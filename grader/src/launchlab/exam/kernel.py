@@ -40,6 +40,7 @@ from launchlab.paths import timing_cache_of
 _LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec nothing may be
 PR_SET_PDEATHSIG = 1
 START_SECONDS = 60.0
+ASK_AGAIN_SECONDS = 0.2
 OUTPUT_CHARACTERS = 64_000  # kept of one cell's text
 PICTURE_CHARACTERS = 4 << 20  # kept of one cell's pictures
 ALL_CHARACTERS, ALL_PICTURES = 1 << 20, 16 << 20  # kept of all cells of a notebook together
@@ -180,12 +181,24 @@ class Kernel:
         if not self._trusted:  # up to now nothing of a learner's could run in it
             self.watch = Watch(self.process.pid, self.folder, lambda: self.process.poll() is None, self._kill)
         deadline = time.monotonic() + seconds
-        self.client.kernel_info()
-        self._shell_reply(None, deadline)
+        self._wait_to_hear(deadline)
         result = self.run_cell(f"import os as _o; _o.chdir({str(self.work)!r}); from launchlab.exam.agent import serve as _s; _s(get_ipython()); del _s, _o", max(1.0, deadline - time.monotonic()), silent=True)
         if result.error:
             raise KernelDied(f"考试代理没能启动：{result.error}: {result.message}")
         self._fill_folders()
+
+    def _wait_to_hear(self, deadline: float) -> None:
+        """Ask until an answer comes and its outputs, too: what a kernel publishes before our subscription has reached it is lost."""
+        while True:
+            self.client.kernel_info()
+            try:
+                self._next_iopub(min(deadline, time.monotonic() + ASK_AGAIN_SECONDS))
+            except KernelTimeout:
+                if time.monotonic() >= deadline:
+                    raise
+            else:
+                self._shell_reply(None, deadline)
+                return
 
     def _check_alive(self) -> None:
         code = self.process.poll()
