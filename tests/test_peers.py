@@ -112,6 +112,12 @@ def test_the_table_says_who_has_no_result_and_why(made):
     assert len({line.count("|") for line in table.splitlines() if line.startswith("|")}) == 1
 
 
+def test_memory_that_nobody_told_is_no_number(made):
+    made["peers"][0]["memory_mib"] = None
+    rows = [line for line in report.table(made).splitlines() if "本课程" in line]
+    assert [row.split(" | ")[6] for row in rows] == ["—", "300"]
+
+
 def test_the_verdict_tells_where_the_course_is_behind(made):
     assert "落后" not in report.verdict(made, "rec")
     behind = report.verdict(made, "bert")

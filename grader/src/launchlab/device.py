@@ -6,6 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from functools import cache
 
+_NOT_AVAILABLE = 2**64 - 1  # NVML_VALUE_NOT_AVAILABLE
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 
 
@@ -95,6 +96,24 @@ def free_memory() -> tuple[int, int] | None:
     if nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(told)):
         return None
     return told.free, told.total
+
+
+def memory_of(pid: int) -> int | None:
+    """Bytes that a process holds on GPU 0, its context included, as NVML counts them; None where it does not tell (WSL2, say)."""
+    handle = _nvml_handle()
+    if handle is None:
+        return None
+    nvml, device = handle
+    number, told = ctypes.c_uint(256), (_Process * 256)()
+    if nvml.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(number), told):
+        return None
+    return next((each.used for each in told[: number.value] if each.pid == pid and each.used != _NOT_AVAILABLE), None)
+
+
+class _Process(ctypes.Structure):
+    """nvmlProcessInfo_t: used is in bytes."""
+
+    _fields_ = [("pid", ctypes.c_uint), ("used", ctypes.c_ulonglong), ("gpu_instance", ctypes.c_uint), ("compute_instance", ctypes.c_uint)]
 
 
 class _Memory(ctypes.Structure):

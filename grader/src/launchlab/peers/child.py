@@ -19,6 +19,7 @@ from time import perf_counter_ns
 
 import numpy as np
 
+from launchlab.device import memory_of
 from launchlab.peers import Absent
 from launchlab.peers.buckets import bucket_of
 from launchlab.peers.reference import TOLERANCE, error, key, read
@@ -35,20 +36,22 @@ PEERS = {
 }
 
 
-def free_memory() -> int:
-    """Bytes that are free on GPU 0, in the driver's words; opens this process's primary context if it has none."""
+def used_memory() -> int | None:
+    """Bytes that this process holds on GPU 0, in NVML's words; None where it does not tell. Other peers come and go meanwhile."""
+    return memory_of(os.getpid())
+
+
+def open_context() -> None:
+    """Open this process's primary context: what CUDA itself takes is the same for all, and counted for none."""
     cuda = ctypes.CDLL("libcuda.so.1")
-    device, context, free, total = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
+    device, context = ctypes.c_int(), ctypes.c_void_p()
     for failed in (
         cuda.cuInit(0),
         cuda.cuDeviceGet(ctypes.byref(device), 0),
         cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
-        cuda.cuCtxSetCurrent(context),
-        cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)),
     ):
         if failed:
             raise RuntimeError(f"CUDA error {failed}")
-    return free.value
 
 
 class Stream:
@@ -97,7 +100,8 @@ class Stream:
 
 def main(peer: str, model: str, folder: Path, tell) -> None:
     stream = Stream(model, folder, padded=peer == "course")
-    before = free_memory()
+    open_context()
+    before = used_memory()
     module, name = PEERS[peer]
     served = getattr(importlib.import_module(f"launchlab.peers.{module}"), name)(model, folder)
     gc.collect()
@@ -105,7 +109,9 @@ def main(peer: str, model: str, folder: Path, tell) -> None:
     tell({"ready": True})
     for line in sys.stdin:
         found = stream.run(served.serve, int(line))
-        tell(found | {"memory_mib": round((before - free_memory()) / 2**20), "facts": served.facts()})
+        now = used_memory()
+        grown = None if None in (before, now) else round((now - before) / 2**20)
+        tell(found | {"memory_mib": grown, "facts": served.facts()})
         gc.collect()
 
 

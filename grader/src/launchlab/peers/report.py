@@ -86,7 +86,7 @@ def _model(report: dict, model: str) -> str:
                 NAMES[peer],
                 *numbers,
                 f"{each['throughput']:.0f}",
-                str(entry["memory_mib"]),
+                "—" if entry["memory_mib"] is None else str(entry["memory_mib"]),
                 f"{entry['start_s']:.1f}",
                 f"{each['first']:.1f}",
             ]
