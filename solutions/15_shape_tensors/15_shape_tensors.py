@@ -2007,7 +2007,8 @@ check.equal(state.read(), reference.tracked(expected, steps), abs=0.5, why="计�
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# 三种做法放在一张图上看。和练习四的测试一样，连走 20 步，只在最后同步一次：提交时间是 CPU 忙的时间，端到端是从提交到 GPU 做完，都除以 20。
+# 三种做法放在一张图上看。和练习四的测试一样，连走 20 步，只在最后同步一次。提交时间是 CPU 被占住的时间，在入队里等 GPU 也算；端到端是从提交到 GPU 做完；都除以 20。
+# 前两种做法，CPU 差不多从头等到尾，所以两根条应当几乎一样长；两种时间是分两次量的，哪一根多出几微秒，只是噪声。
 
 # %% tags=["demo", "gpu"]
 with stream:
