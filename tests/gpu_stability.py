@@ -52,7 +52,7 @@ def one(master: examine.Master, student: Process) -> dict:
     """One exam of the speed exercise: verdict, reason, seconds, and the bounds of what was measured."""
     test = master.tests[SLOW]
     report = CheckReport(test.id, test.kind, test.needs_gpu, test.points)
-    examine._examine_one(test.source, report, student, master)
+    examine._examine_one(test, report, student, master)
     found = {"verdict": report.verdict, "score": report.score, "of": report.points, "seconds": report.seconds, "reason": report.reason}
     for record in report.records:
         if record["check"] == "speedup" and not record["states_differ"]:

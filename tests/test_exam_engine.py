@@ -241,7 +241,7 @@ def exam(monkeypatch, student_type: type, per_run: float, best: float = 2.5e-4, 
     """Run ``check.speedup`` on such parties; the check, and its verdict."""
     world = World(monkeypatch)
     student, reference, base = student_type(world, per_run), Side(world, best), Side(world, baseline)
-    check = Check(np.random.default_rng(7), gpu="none of the tests'")
+    check = Check(np.random.default_rng(7))
     state = Buffer(np.zeros(16, np.uint32)), Buffer(np.zeros(16, np.uint32))
     work = [Handle(party, 1, "x") for party in (student, base, reference)]
     try:
@@ -322,7 +322,7 @@ class DriftsFar(Adds, Student):
 def test_states_of_floats_may_differ_by_a_tolerance(monkeypatch, student_type, tolerance, verdict):
     world = World(monkeypatch)
     parties = student_type(world, 2.5e-4), Adds(world, 1.3e-3), Adds(world, 2.5e-4)
-    check = Check(np.random.default_rng(7), gpu="none of the tests'")
+    check = Check(np.random.default_rng(7))
     state = Buffer(np.zeros((4, 4), np.float32)), Buffer(np.zeros((4, 4), np.float32))
     work = [Handle(party, 1, "x") for party in parties]
     drawn = []

@@ -1,12 +1,15 @@
 """The process of the next submission begins while one is examined, fresh as any; and speed-ups are examined last."""
 
 import json
+import threading
 from collections.abc import Iterator
 
 import nbformat
 import pytest
 
-from launchlab.exam import family, sandbox
+from launchlab.device import identity
+from launchlab.exam import examine as engine
+from launchlab.exam import family, sandbox, timing
 from launchlab.exam.examine import Master, Reference, examine
 from launchlab.exam.kernel import Kernel
 from launchlab.exam.waiting import Waiting
@@ -83,6 +86,84 @@ def test_it_sleeps_while_something_is_timed(ahead):
     finally:
         taken.close()
         following.close()
+
+
+def test_it_is_given_out_awake_while_something_is_timed_and_none_begins_then(ahead):
+    first = ahead.take(None)
+    try:
+        with ahead.stopped():
+            second = ahead.take(None)
+            try:
+                assert told(second) == "['numpy'] [] False"
+                assert ahead._kernel is None
+            finally:
+                second.close()
+    finally:
+        first.close()
+
+
+HELD = """
+from launchlab.device import identity
+from launchlab.exam import timing
+try:
+    with timing.exclusive(identity()):
+        free = True
+except timing.GpuBusy:
+    free = False
+check.that(not free, why="free")
+check.equal(student.longest_path([[0, 1]]), 2, why="two")
+### BEGIN HIDDEN TESTS
+### END HIDDEN TESTS
+"""
+
+
+def timed(mini: Chapter, tags: list[str], source: str = "") -> nbformat.NotebookNode:
+    """The mini course's solution, whose last test has such tags and, if it is given, another source."""
+    nb = nbformat.read(mini.solution, as_version=4)
+    cell = next(cell for cell in nb.cells if cell.id == "test-longest_path")
+    cell.metadata.tags = tags
+    cell.source = source or cell.source
+    nbformat.write(nb, mini.solution)
+    return nb
+
+
+def test_who_measures_time_keeps_other_exams_from_measuring(mini, monkeypatch):
+    monkeypatch.setattr(timing, "LOCK_SECONDS", 0.2)
+    for tags, verdict in (([], "failed"), (["alone"], "passed")):
+        checks = {check.id: check for check in examine(timed(mini, tags, HELD), mini).checks}
+        assert checks["test_longest_path"].verdict == verdict
+    Master.dismiss()
+
+
+def test_waiting_for_the_gpu_is_not_the_learners_time(mini, monkeypatch):
+    monkeypatch.setattr(engine, "EXERCISE_SECONDS", 3.0)
+    nb, over, held = timed(mini, ["alone"]), threading.Event(), threading.Event()
+
+    def other_exam() -> None:
+        with timing.exclusive(identity()):
+            held.set()
+            over.wait(30)
+
+    other = threading.Thread(target=other_exam)
+    other.start()
+    threading.Timer(6.0, over.set).start()  # twice as long as an exercise has
+    try:
+        assert held.wait(5)
+        checks = {check.id: check for check in examine(nb, mini).checks}
+        assert checks["test_longest_path"].verdict == "passed" and checks["test_longest_path"].seconds > 3.0
+        monkeypatch.setattr(timing, "LOCK_SECONDS", 0.2)
+        over.clear()
+        other.join()
+        held.clear()
+        other = threading.Thread(target=other_exam)
+        other.start()
+        assert held.wait(5)
+        check = next(check for check in examine(nb, mini).checks if check.id == "test_longest_path")
+        assert (check.verdict, check.score) == ("inconclusive", None) and "占着 GPU" in check.reason
+    finally:
+        over.set()
+        other.join()
+        Master.dismiss()
 
 
 def test_one_that_died_is_not_given_out(ahead):

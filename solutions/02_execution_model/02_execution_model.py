@@ -1320,7 +1320,7 @@ def time_gpu(work):
     ### END SOLUTION
 
 
-# %% test="time_gpu" kind="structure" points=3 tags=["gpu"]
+# %% test="time_gpu" kind="structure" points=3 tags=["gpu", "alone"]
 check.equal(student.time_gpu(student.make_work(4000)), 4000.0, rel=0.15, why="空转 4000 µs，读数应当接近 4000。停表之前等整个设备了吗？单位是 µs 吗？")
 check.equal(student.time_gpu(student.make_work(8000)), 8000.0, rel=0.15, why="空转加倍到 8000 µs，读数没有跟着加倍。")
 ### BEGIN HIDDEN TESTS
@@ -1437,7 +1437,7 @@ def is_async(launch):
     ### END SOLUTION
 
 
-# %% test="is_async" kind="structure" points=3 tags=["gpu"]
+# %% test="is_async" kind="structure" points=3 tags=["gpu", "alone"]
 check.equal(student.is_async(student.make_work(1000)), True, why="make_work(1000) 启动以后立刻返回，是异步的。它用的是自己的流。")
 check.equal(student.is_async(student.make_work(1000, wait=True)), False, why="make_work(1000, wait=True) 等到自己的内核做完才返回，是阻塞的。堵住的是整个 GPU，还是只有 stream 这一条流？")
 check.equal(student.is_async(student.make_work(20)), True, why="内核只有 20 µs，但 make_work(20) 没有等它，仍然是异步的。")

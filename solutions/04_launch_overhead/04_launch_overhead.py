@@ -1159,7 +1159,7 @@ def find_crossover(chain):
     ### END SOLUTION
 
 
-# %% test="find_crossover" kind="structure" points=3 tags=["gpu"]
+# %% test="find_crossover" kind="structure" points=3 tags=["gpu", "alone"]
 plain = student.find_crossover(student.make_chain(30))
 check.that(1.0 <= plain <= 128.0, why="返回的应当是 SHORTEST_US 到 LONGEST_US 之间的一个数，单位 µs。")
 slow = student.find_crossover(student.make_chain(30, slow_us=50.0))

@@ -1159,7 +1159,7 @@ def time_parts(part, count, replays):
     ### END SOLUTION
 
 
-# %% test="time_parts" kind="structure" points=2 tags=["gpu"]
+# %% test="time_parts" kind="structure" points=2 tags=["gpu", "alone"]
 PARTS = r"""
 def parts(stream, counts, plan, odd):
     # plan: for each part the µs of its kernels. The first run takes 4 times as long; every 5th run of part `odd` 3 times.

@@ -1503,7 +1503,7 @@ class FixedLanes:
         ### END SOLUTION
 
 
-# %% test="FixedLanes" kind="structure" points=1 tags=["gpu"]
+# %% test="FixedLanes" kind="structure" points=1 tags=["gpu", "alone"]
 kit = reference.value("INSTRUMENTS")
 SHIFT = """
 import time

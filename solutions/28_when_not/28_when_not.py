@@ -1061,7 +1061,7 @@ def predict_gain(service):
     ### END SOLUTION
 
 
-# %% test="predict_gain" kind="structure" points=3 tags=["gpu"]
+# %% test="predict_gain" kind="structure" points=3 tags=["gpu", "alone"]
 OPAQUE = r'''
 def make(stream, lengths, kernels, hold_us=0.0, dispatch_us=0.0, host_us=0.0, copy_bytes=0, room=1000):
     """A service that shows nothing but what it must; captures counts the requests that were submitted into a capture."""
@@ -1401,7 +1401,7 @@ class Prudent:
             self.serve(i)
 
 
-# %% test="Prudent_account" kind="structure" points=2 tags=["gpu"]
+# %% test="Prudent_account" kind="structure" points=2 tags=["gpu", "alone"]
 from statistics import median
 from time import perf_counter
 

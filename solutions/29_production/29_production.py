@@ -1391,7 +1391,7 @@ class Service:
         ### END SOLUTION
 
 
-# %% test="Service" kind="structure" points=3 tags=["gpu"]
+# %% test="Service" kind="structure" points=3 tags=["gpu", "alone"]
 # An engine that writes down, at each enqueue, what the service's health() says to another thread that does not wait long.
 WATCHED = """
 import threading

@@ -17,6 +17,7 @@ from launchlab.course.source import label, tags
 HINT = re.compile(r"<details>\s*<summary>(.*?)</summary>(.*?)</details>", re.DOTALL)
 HIDDEN = re.compile(r"### BEGIN HIDDEN TESTS\n(.*?)### END HIDDEN TESTS", re.DOTALL)
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
+TIMED = re.compile(r"\bcheck\.(speedup|faster)\(")
 HEADING = re.compile(r"^(#{1,6})\s+\S", re.MULTILINE)
 
 
@@ -86,6 +87,8 @@ def _hidden_tests(nb: NotebookNode) -> Iterator[str]:
                 yield f"{label(cell, number)}：要有 ### BEGIN HIDDEN TESTS … ### END HIDDEN TESTS，各占一行，一一对应"
             elif not any(_does_something(region) for region in regions):
                 yield f"{label(cell, number)}：隐藏测试是空的"
+            if bool(TIMED.search(cell.source)) != (cell.metadata.launchlab.kind == "speedup"):
+                yield f"{label(cell, number)}：用 check.speedup 或 check.faster 计时的测试，kind 要是 speedup，别的不是：评分时它独占 GPU，排在最后"
         elif marks:
             yield f"{label(cell, number)}：只有测试单元能有隐藏测试"
         if "BEGIN SOLUTION" in cell.source and not is_solution(cell):

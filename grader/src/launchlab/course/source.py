@@ -12,7 +12,8 @@ import jupytext
 from nbformat import NotebookNode, v4
 
 KINDS = ("answer", "structure", "speedup")
-TAGS = ("gpu", "demo", "instructor")
+ALONE = "alone"  # a test that measures time, as all of kind speedup do: no other exam times anything on the GPU meanwhile
+TAGS = ("gpu", "demo", "instructor", ALONE)
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 # Fixed, so that a notebook does not depend on the Python or kernel that built it.
 METADATA = {
@@ -103,8 +104,15 @@ def sha256(folder: Path) -> str:
 def _code(text: str) -> bytes:
     """Sources and metadata of the code cells of a chapter's source text, in order."""
     cells = [cell for cell in jupytext.reads(text, fmt="py:percent").cells if cell.cell_type == "code"]
-    kept = [[cell.source, {key: value for key, value in cell.metadata.items() if key != "lines_to_next_cell"}] for cell in cells]
+    kept = [[cell.source, _run_by(cell.metadata)] for cell in cells]
     return json.dumps(kept, ensure_ascii=False, sort_keys=True).encode()
+
+
+def _run_by(metadata: dict) -> dict:
+    """What of a code cell's metadata a run comes from: all but how exams share a GPU, and what jupytext notes."""
+    kept = {key: value for key, value in metadata.items() if key not in ("lines_to_next_cell", "tags")}
+    tags = [tag for tag in metadata.get("tags", []) if tag != ALONE]
+    return kept | ({"tags": tags} if tags else {})
 
 
 def _unknown(cell: NotebookNode, metadata: dict, tags: list[str]) -> list[str]:
@@ -115,6 +123,8 @@ def _unknown(cell: NotebookNode, metadata: dict, tags: list[str]) -> list[str]:
         problems.append("答题单元和测试单元必须是代码单元")
     if "instructor" in tags and cell.cell_type != "markdown":
         problems.append("instructor 只用于文字单元：代码单元删掉以后，学习者的笔记本就缺了一段")
+    if ALONE in tags and "test" not in metadata:
+        problems.append(f"{ALONE} 只用于测试单元：评分时它独占 GPU")
     for key in allowed & {"solution", "test"}:
         if not NAME.fullmatch(str(metadata[key])):
             problems.append(f"{key} 的名字要像变量名：{metadata[key]!r}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import builtins
 import re
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,7 +20,7 @@ from launchlab.exam.agent import NotAGraph
 from launchlab.exam.compare import difference, word
 from launchlab.exam.memory import Buffer, CudaError
 from launchlab.exam.party import PartyError, PartyLost
-from launchlab.exam.remote import Handle, unit
+from launchlab.exam.remote import Handle
 from launchlab.exam.wire import WireError
 
 NODE_KINDS = {
@@ -32,6 +31,8 @@ NODE_WORDS = {
     "kernels": "内核节点", "memcpys": "拷贝节点", "memsets": "memset 节点", "hosts": "主机函数节点", "children": "子图节点", "empties": "空节点",
     "allocs": "分配节点", "frees": "释放节点", "conditionals": "条件节点", "waits": "事件等待节点", "records": "事件记录节点", "total": "节点", "edges": "边",
 }
+
+GPU_BUSY = "别的计时考试一直占着 GPU，没有轮到。请稍后再评一次。"
 
 
 class CheckFailed(AssertionError):
@@ -57,16 +58,15 @@ class CannotTell(CheckFailed):
 class Check:
     """``check`` in a test cell. ``announce`` is called with a line (Chinese) for each check passed.
 
-    ``alone``: entered while something is timed on ``gpu``.
+    ``alone``: entered while something is timed, to have the GPU to oneself.
     """
 
-    def __init__(self, secret: np.random.Generator, announce: Callable[[str], None] | None = None, gpu: str = "gpu",
+    def __init__(self, secret: np.random.Generator, announce: Callable[[str], None] | None = None,
                  alone: Callable[[], AbstractContextManager] = nullcontext):
         self.records: list[dict] = []
         self._open = announce is not None
         self._unsettled: list[tuple[dict, Any, Any]] = []
-        self._secret, self._announce, self._gpu = secret, announce or (lambda _: None), gpu
-        self._alone = alone
+        self._secret, self._announce, self._alone = secret, announce or (lambda _: None), alone
 
     def equal(self, got: Any, want: Any, why: str = "结果和预期不同。", rel: float = 0.0, abs: float = 0.0) -> None:
         """``got`` must equal ``want``: same type or shape and dtype kind, every value within ``abs + rel * |want|``.
@@ -157,15 +157,11 @@ class Check:
         need must outlive it.
         Returns the median of the measured ratios.
         """
-        waiting = time.monotonic()
         try:
-            with timing.exclusive(self._gpu), self._alone():
-                party = unit(work)[0]
-                if party.deadline is not None:  # waiting for the GPU is not the learner's time
-                    party.deadline += time.monotonic() - waiting
+            with self._alone():
                 record = timing.measure(over, work, best, state, at_least, self._secret, ceiling, draw, (rel, abs))
         except timing.GpuBusy:
-            raise CannotTell("别的计时考试一直占着 GPU，没有轮到。请稍后再评一次。") from None
+            raise CannotTell(GPU_BUSY) from None
         self.records.append(record)
         if record["states_differ"]:
             raise CheckFailed("计时的时候，重放之后的数据和应有的不一样：有几次运行没有真正做完全部的工作。请确认每次重放都在同一块缓冲上推进状态，没有缓存旧结果，也没有漏掉同步。")
@@ -196,8 +192,11 @@ class Check:
         """Measure the trusted sides of each speed-up once more. To be called when the learner's process has ended."""
         while self._unsettled:
             record, over, best = self._unsettled.pop()
-            with timing.exclusive(self._gpu), self._alone():
-                record["quiet"] = timing.measure_quiet(over, best, record["attempts"][-1])
+            try:
+                with self._alone():
+                    record["quiet"] = timing.measure_quiet(over, best, record["attempts"][-1])
+            except timing.GpuBusy:
+                raise CannotTell(GPU_BUSY) from None
             if judge.disturbed(record):
                 raise CannotTell("测量的时候有别的程序占用了 GPU 或 CPU，拖慢了基准，这次的结果不能算数。请确认没有后台线程和没做完的内核，等机器空闲时再测一次。")
 

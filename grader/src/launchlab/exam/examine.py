@@ -16,6 +16,7 @@ import shutil
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,14 +30,14 @@ from nbformat import NotebookNode
 from launchlab.device import gpu as find_gpu
 from launchlab.device import identity
 from launchlab.exam import judge, limits, sandbox, show
-from launchlab.exam.check import CannotTell, Check, CheckFailed
+from launchlab.exam.check import GPU_BUSY, CannotTell, Check, CheckFailed
 from launchlab.exam.kernel import Kernel
 from launchlab.exam.memory import Buffer, CudaError
 from launchlab.exam.party import PartyError, PartyLost
 from launchlab.exam.process import Cell, Process, defines
 from launchlab.exam.remote import Namespace
 from launchlab.exam.report import CheckReport, Report, versions
-from launchlab.exam.timing import GpuBusy
+from launchlab.exam.timing import GpuBusy, exclusive
 from launchlab.exam.waiting import Waiting
 from launchlab.exam.watch import NoRoom
 from launchlab.exam.wire import clean
@@ -83,7 +84,7 @@ def examine(nb: NotebookNode, chapter: Chapter, files: Path | None = None, of_cl
             if test.needs_gpu and lack:
                 check.verdict, check.reason = judge.NEEDS_GPU, lack
             else:
-                _examine_one(test.source, check, student, master)
+                _examine_one(test, check, student, master)
             report.checks.append(check)
             show.verdict(cell, check)
         places = {test.id: place for place, (_, test) in enumerate(tests)}
@@ -107,10 +108,10 @@ def lacking(chapter: Chapter) -> str | None:
     return None
 
 
-def _examine_one(source: str, report: CheckReport, student: Process, master: Master) -> None:
+def _examine_one(test: Test, report: CheckReport, student: Process, master: Master) -> None:
     started = time.monotonic()
     secret = np.random.default_rng()
-    check = Check(secret, gpu=identity(), alone=master.waiting.stopped)  # two equal GPUs are timed side by side
+    check = Check(secret)
     reference = master.reference.process
     student.deadline = None
     hidden = True  # whether the words of the learner's process may hold hidden inputs
@@ -120,22 +121,23 @@ def _examine_one(source: str, report: CheckReport, student: Process, master: Mas
     }
     try:
         student.load()
-        student.deadline = time.monotonic() + EXERCISE_SECONDS
-        exec(compile(source, f"<{report.id}>", "exec"), names)
-        verdict, reason = _aftermath(student, report) or (judge.PASSED, "通过。")
-        if check.unsettled and verdict == judge.PASSED:
-            student.close()
-            check.settle()
+        with _to_itself(test, master):
+            student.deadline = time.monotonic() + EXERCISE_SECONDS  # waiting for the GPU is not the learner's time
+            exec(compile(test.source, f"<{report.id}>", "exec"), names)
+            verdict, reason = _aftermath(student, report) or (judge.PASSED, "通过。")
+            if check.unsettled and verdict == judge.PASSED:
+                student.close()
+                check.settle()
     except CannotTell as error:
         verdict, reason = judge.INCONCLUSIVE, str(error)
     except CheckFailed as error:
-        hidden = _in_hidden_test(error, source, report.id)
+        hidden = _in_hidden_test(error, test.source, report.id)
         verdict, reason = judge.FAILED, error.guarded if hidden else str(error)
     except (PartyError, PartyLost) as error:
         if error.party is reference:  # not the learner's fault, as far as can be told
             verdict, reason = _overdrawn(student) or (judge.INCONCLUSIVE, f"参考实现没能运行（{error}），这道练习没有评分，请教师处理。")
         else:
-            hidden = _in_hidden_test(error, source, report.id)
+            hidden = _in_hidden_test(error, test.source, report.id)
             verdict, reason = explain(error, student, master, hidden=hidden)
     except EXAMINERS as error:
         verdict, reason = _overdrawn(student) or (judge.INCONCLUSIVE, f"考官自己出错了（{type(error).__name__}: {error}），这道练习没有评分，请教师处理。")
@@ -158,6 +160,21 @@ def _examine_one(source: str, report: CheckReport, student: Process, master: Mas
     if report.verdict == judge.PASSED and report.score < report.points:
         report.reason = "部分通过：加速达到要求的一半。"
     report.seconds = round(time.monotonic() - started, 3)
+
+
+@contextlib.contextmanager
+def _to_itself(test: Test, master: Master) -> Iterator[None]:
+    """What a test that measures time needs: no other exam that measures on this GPU (its equals may), no process just coming up."""
+    if not test.alone:
+        yield
+        return
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(exclusive(identity()))
+        except GpuBusy:
+            raise CannotTell(GPU_BUSY) from None
+        held.enter_context(master.waiting.stopped())
+        yield
 
 
 def _last_error(student: Process) -> str:
@@ -261,7 +278,9 @@ class Test:
         self.source: str = cell.source
         self.points = float(cell.metadata.nbgrader.points)
         self.kind: str = cell.metadata.get("launchlab", {}).get("kind", "answer")
-        self.needs_gpu = "gpu" in cell.metadata.get("tags", [])
+        tags = cell.metadata.get("tags", [])
+        self.needs_gpu = "gpu" in tags
+        self.alone = "alone" in tags or self.kind == SPEEDUP  # see `_to_itself`
 
 
 class Master:

@@ -25,6 +25,7 @@ class Waiting:
         self.ahead = False
         self._make, self._enough = make, _cpus() >= least_cpus
         self._kernel: Kernel | None = None
+        self._stopped = False
 
     def take(self, own: Path | None) -> Kernel:
         """A fresh kernel, for the submission whose folder is ``own``."""
@@ -32,9 +33,11 @@ class Waiting:
         if kernel is not None and kernel.process.poll() is not None:
             kernel.close()
             kernel = None
+        if kernel is not None and self._stopped:  # a learner's process broke down in the middle of something timed
+            kernel.resume()
         kernel = kernel or self._make()
         kernel.own = own
-        if self.ahead:
+        if self.ahead and not self._stopped:
             self.begin()
         return kernel
 
@@ -52,9 +55,11 @@ class Waiting:
                 self._kernel.pause()
             except KernelDied:
                 self.close()
+        self._stopped = True
         try:
             yield
         finally:
+            self._stopped = False
             if self._kernel is not None:
                 self._kernel.resume()
 
