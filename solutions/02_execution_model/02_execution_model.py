@@ -270,7 +270,7 @@ took = {
 }
 
 fig, ax = plt.subplots()
-ax.step(counts, np.ceil(counts / step) * WAVE_US, where="post", color="#767676", marker="", label="波数 × 每个 block 的时间")
+ax.step(counts, np.ceil(counts / step) * WAVE_US, where="post", color="#999999", marker="", label="波数 × 每个 block 的时间")
 ax.plot(counts, list(took.values()), linestyle="", label="实测")
 ax.set_xlabel("block 数量")
 ax.set_ylabel("从提交到做完（µs）")
@@ -355,8 +355,6 @@ lab.say(lab.table(("`stream` 里的工作", "另一条流里的小 `mix`，做�
 
 # %% [markdown]
 # 只占一个 SM 的长内核不碍别人的事；填满 GPU 的内核，别的流也得等它腾出位置。
-# 所以最后一行应当在 5 ms 上下；要是多出几毫秒，那是别的程序也在用这块 GPU，两边在轮流占用。
-#
 # 所以“多开几条流就能并行”只在 GPU 没填满的时候成立。`fill_gpu` 这个“堵门”的办法请记住，练习里有大用。
 
 # %% [markdown]
@@ -410,9 +408,6 @@ lab.say(
 )
 
 # %% [markdown]
-# 提交时间也有起伏：每次提交之前，CPU 都要先等上一个内核做完，等得久了，再回来干活往往慢一点。
-# 可是内核越长，端到端时间就比它长得越多：提交不等内核做完。
-#
 # ### 拷贝背的黑锅
 #
 # 回到开头的故事。用 20 ms 的 `spin` 加一个 `mix` 代替“推理”，再把结果拷回来。只差一次同步，账就算到了不同的人头上：
@@ -447,7 +442,7 @@ def bill(sync_between):
 
 lab.say(
     lab.table(
-        ("怎样停表", "“推理” µs", "“拷贝” µs"),
+        ("", "“推理” µs", "“拷贝” µs"),
         [
             (name, *(f"{us:.0f}" for us in bill(sync)))
             for name, sync in (("推理后直接停表", False), ("推理后先同步，再停表", True))
@@ -578,7 +573,7 @@ def hand_over(wait):
 
 
 device.synchronize()
-lab.say(lab.table(("怎样交接", "实际的先后"), [("没有等待", hand_over(False)), ("`wait_event`", hand_over(True))]))
+lab.say(lab.table(("", "实际的先后"), [("没有等待", hand_over(False)), ("`wait_event`", hand_over(True))]))
 
 # %% [markdown]
 # 没有事件，代码里写在后面的工作先做了，而且**一点错误也不报**。
@@ -986,9 +981,8 @@ lab.say(
 )
 
 # %% [markdown]
-# 一次一量的时候，两边都加上了同样的固定开销：Python、启动、同步，差距被冲淡了。连着做很多次，同步的开销摊薄了，
-# 可是启动一次也没有少：短内核要是比一次启动还短，量到的其实是启动。
-# 先把 GPU 堵住，让 CPU 有时间把队排好，启动也就藏起来了，剩下的是内核加上相邻内核之间的一点空隙。
+# 一次一量的时候，两边都加上了同样的固定开销：Python、启动、同步，差距被冲淡了。连着做很多次，开销摊薄了；
+# 先把 GPU 堵住，让 CPU 有时间把队排好，开销就基本藏起来了，剩下的是内核加上相邻内核之间的一点空隙。
 #
 # 没有哪一种是“错的”，要看你问的是什么：问用户要等多久，量端到端；问内核本身谁快，让它们首尾相接。
 #
@@ -1016,8 +1010,6 @@ lab.say(
 )
 
 # %% [markdown]
-# “CPU 提交”和“端到端”要是几乎一样长，就是 GPU 一路在等 CPU：CPU 交完最后一个，GPU 也做完了。这两行是分开量的，谁大一点只是波动。
-#
 # 事件只看 GPU：它是 GPU 经过两个记号的时刻之差，分辨率约半微秒。GPU 在这中间空等 CPU，也照样算进去；
 # CPU 为提交花了多少力气，它却看不见。**事件回答“GPU 上过了多久”，不回答“用户等了多久”，也不回答“CPU 忙了多久”。**
 #
@@ -1057,7 +1049,7 @@ without_sync = x.get(stream=stream)
 pair = lab.compare_us(partial(synced_chain, x, 200), chain_200, clock="end_to_end")
 lab.say(
     f"结果一样吗：**{'一样' if np.array_equal(with_sync, without_sync) else '不一样'}**，与 NumPy {'也' if np.array_equal(without_sync, mixed(before, 200)) else '不'}一致。"
-    f"端到端时间：每次同步 {pair.first.median:.0f} µs，最后同步一次 {pair.second.median:.0f} µs，前者是后者的 **{pair.ratio:.1f}** 倍。"
+    f"端到端时间：每次同步 {pair.first.median:.0f} µs，最后同步一次 {pair.second.median:.0f} µs，慢了 **{pair.ratio:.1f}** 倍。"
 )
 
 # %% [markdown]

@@ -757,8 +757,7 @@ lab.say(draw_shares(own, lab.gpu_name()))
 # 真正能省下 10%～30% 的那一段，启动的占比往往高得多。看到“启动占三成”就说“用图能快三成”，是把两条曲线混成了一条。
 #
 # 真实的引擎也能用来对照。下面是课程早先在 H200 上对三个 TensorRT 引擎的测量；入队（enqueue）就是 CPU 提交一次推理。
-# 《捕获 TensorRT 推理》一章会带你另建引擎、自己量，那里的节点数（《CUDA 图优化概念》的表里用过的 59 和 98）和时间和这里不同：
-# 精度、形状、融合得多少都会改变它们。
+# 《捕获 TensorRT 推理》一章会带你另建引擎、自己量，那里的节点数和时间和这里不同：精度、形状、融合得多少都会改变它们。
 
 # %% tags=["demo"]
 ENGINES = {  # nodes, enqueue µs, latency µs, latency of the graph µs: measured on an H200, driver 580
