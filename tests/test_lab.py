@@ -187,6 +187,24 @@ def test_drawing_shows_every_node_and_edge():
     assert ax.get_title() == "图"
 
 
+def test_each_arrow_ends_at_its_box_however_often_it_is_drawn():
+    """Shrunk to where a box stood in an earlier draw, an arrow would lose its head behind the box, or stop short of it."""
+    ax = lab.draw_graph(({"a": "kernel", "b": "kernel", "c": "memset", "d": "kernel"}, [("a", "b"), ("a", "c"), ("b", "d"), ("c", "d")]), title="上下")
+    figure = ax.figure
+    for dpi in (60, 150):
+        figure.set_dpi(dpi)
+        figure.canvas.draw()
+    pixels = np.asarray(figure.canvas.buffer_rgba())[..., :3].astype(int)
+    arrows = [each.arrow_patch for each in ax.texts if getattr(each, "arrow_patch", None)]
+    assert len(arrows) == 4
+    for arrow in arrows:
+        shaft, head = arrow.get_path().vertices[[0, 2]]
+        tip = head - 4 * (head - shaft) / np.hypot(*(head - shaft))  # 4 pixels back: within the head
+        column, row = round(tip[0]), round(pixels.shape[0] - tip[1])
+        around = pixels[row - 1 : row + 2, column - 1 : column + 2].mean(axis=(0, 1))
+        assert (abs(around - 0x44) < 12).all(), (arrow, around)
+
+
 @pytest.mark.parametrize(
     ("graph", "words"),
     [

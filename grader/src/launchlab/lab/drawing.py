@@ -111,7 +111,7 @@ def _draw(ax, nodes, edges, places) -> None:
                 "shrinkA": 0,
                 "shrinkB": 0,
             },
-            zorder=1,
+            zorder=3,  # after the boxes: before, their outlines stand where an earlier draw, or one of another size, left them
         )
 
 
