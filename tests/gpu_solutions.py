@@ -22,6 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import nbformat
+from earlier_run import earlier
 
 from launchlab.device import gpu
 from launchlab.exam.examine import examine
@@ -69,18 +70,10 @@ def worker(number: int, todo: multiprocessing.Queue, done: multiprocessing.Queue
         done.put(graded(name) | {"gpu": number})
 
 
-def earlier(out: Path, here: dict) -> dict:
-    """The record of an earlier run, of which only chapters with full marks are kept; empty if there is none.
-
-    here: what a record tells of the machine. SystemExit for a record of another one: its seconds are not to be added to ours.
-    """
-    if not out.exists():
-        return {}
-    record = json.loads(out.read_text(encoding="utf-8"))
-    if differing := [name for name, value in here.items() if record.get(name) != value]:
-        raise SystemExit(f"{out} is of another machine ({', '.join(differing)}): name another file")
-    record["chapters"] = [told for told in record["chapters"] if "error" not in told and told["score"] == told["max"]]
-    return record
+def with_full_marks(record: dict) -> dict:
+    """Of an earlier record only the chapters with full marks: the others are graded again."""
+    kept = [told for told in record["chapters"] if "error" not in told and told["score"] == told["max"]]
+    return record | {"chapters": kept}
 
 
 def main() -> int:
@@ -96,7 +89,7 @@ def main() -> int:
     began, context = time.monotonic(), multiprocessing.get_context("spawn")
     here = {"gpu": gpu().name, "gpus": chosen.gpus, "driver": gpu().driver, "versions": versions()}
     now = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": 0.0, "chapters": []}
-    record = here | now | earlier(chosen.out, here)
+    record = with_full_marks(here | now | earlier(chosen.out, here))
     before, known = record["seconds"], {told["chapter"] for told in record["chapters"]}
     names = [chapter(name).name for name in chosen.names] or [each.name for each in chapters()]
     names = [name for name in names if name not in known]
