@@ -9,7 +9,7 @@ import pytest
 
 from launchlab.device import identity
 from launchlab.exam import examine as engine
-from launchlab.exam import family, sandbox, timing
+from launchlab.exam import family, process, remote, sandbox, timing
 from launchlab.exam.examine import Master, Reference, examine
 from launchlab.exam.kernel import Kernel
 from launchlab.exam.waiting import Waiting
@@ -164,6 +164,38 @@ def test_waiting_for_the_gpu_is_not_the_learners_time(mini, monkeypatch):
         over.set()
         other.join()
         Master.dismiss()
+
+
+SLOW_REFERENCE = """
+reference.define("import time\\ndef build():\\n    time.sleep({0})\\n", "build")()
+student.define("import time\\ndef answer():\\n    time.sleep({1})\\n", "answer")()
+check.equal(student.longest_path([[0, 1]]), 2, why="two")
+### BEGIN HIDDEN TESTS
+### END HIDDEN TESTS
+"""
+
+
+@pytest.mark.parametrize(("reference", "learner", "verdict"), [(5, 0, "passed"), (0, 5, "timed out"), (2, 5, "timed out")])
+def test_on_a_slow_machine_the_reference_takes_its_time_and_none_of_the_learners(mini, monkeypatch, reference, learner, verdict):
+    monkeypatch.setattr(engine, "EXERCISE_SECONDS", 3.0)
+    monkeypatch.setattr(remote, "BUILD_SECONDS", 4.0)  # of a call
+    try:
+        checks = {check.id: check for check in examine(timed(mini, [], SLOW_REFERENCE.format(reference, learner)), mini).checks}
+    finally:
+        Master.dismiss()
+    assert checks["test_longest_path"].verdict == verdict
+    assert {check.verdict for name, check in checks.items() if name != "test_longest_path"} == {"passed"}
+
+
+def test_the_references_cells_may_take_longer_than_a_learners(monkeypatch):
+    monkeypatch.setattr(process, "CELL_SECONDS", 1.0)
+    for trusted, lost in ((True, {}), (False, {0})):
+        made = process.Process([process.Cell(0, "import time; time.sleep(2)")], lambda: Kernel(sandboxed=sandbox.works()), False, trusted=trusted)
+        try:
+            made.load()
+            assert set(made.deadly) == set(lost)
+        finally:
+            made.close()
 
 
 def test_one_that_died_is_not_given_out(ahead):

@@ -113,7 +113,7 @@ def _examine_one(test: Test, report: CheckReport, student: Process, master: Mast
     secret = np.random.default_rng()
     check = Check(secret)
     reference = master.reference.process
-    student.deadline = None
+    student.allow(None)
     hidden = True  # whether the words of the learner's process may hold hidden inputs
     names = {
         "student": Namespace(student), "reference": Namespace(reference), "check": check, "secret": secret,
@@ -122,7 +122,7 @@ def _examine_one(test: Test, report: CheckReport, student: Process, master: Mast
     try:
         student.load()
         with _to_itself(test, master):
-            student.deadline = time.monotonic() + EXERCISE_SECONDS  # waiting for the GPU is not the learner's time
+            student.allow(EXERCISE_SECONDS, beside=reference)  # waiting for the GPU, or for the reference, is not the learner's time
             exec(compile(test.source, f"<{report.id}>", "exec"), names)
             verdict, reason = _aftermath(student, report) or (judge.PASSED, "通过。")
             if check.unsettled and verdict == judge.PASSED:
@@ -207,7 +207,7 @@ def _overdrawn(student: Process) -> tuple[str, str] | None:
 
 
 def _tidy(student: Process) -> tuple[str, str] | None:
-    student.deadline = time.monotonic() + AFTERMATH_SECONDS
+    student.allow(AFTERMATH_SECONDS)
     if trouble := _overdrawn(student):
         return trouble
     try:

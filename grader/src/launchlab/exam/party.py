@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -11,6 +12,7 @@ from launchlab.exam.remote import Handle
 from launchlab.exam.wire import BufferRef, Ref, WireError, clean, decode, encode
 
 ASK_SECONDS = 20.0
+REFERENCE_SECONDS = 240.0  # for an ask of the reference: it builds engines of real models, on slow machines too
 
 
 class PartyError(Exception):
@@ -36,32 +38,47 @@ class PartyLost(Exception):
 
 
 class Party:
-    """Asks an agent, and translates buffers and handles. ``deadline`` (monotonic seconds) bounds every ask."""
+    """Asks an agent, and translates buffers and handles. What `allow` gave bounds every ask. ``asked``: seconds of all asks."""
 
     def __init__(self) -> None:
-        self.deadline: float | None = None
+        self.asked = 0.0
+        self._deadline: float | None = None  # monotonic seconds
+        self._beside: tuple[Party, float] | None = None
         self._buffers: list[Buffer] = []
         self._lent = 0
         self.used = False
         self.generation = 0  # counts restarts: numbers of handles begin anew with each
+
+    def allow(self, seconds: float | None, beside: Party | None = None) -> None:
+        """From now on all asks together may take ``seconds``; None: each its own. What ``beside`` is asked meanwhile is not counted."""
+        self._deadline = None if seconds is None else time.monotonic() + seconds
+        self._beside = beside and (beside, beside.asked)
+
+    def _left(self) -> float:
+        """Seconds that are left of what was allowed."""
+        if self._deadline is None:
+            return math.inf
+        other, before = self._beside or (self, self.asked)
+        return self._deadline + min(other.asked - before, REFERENCE_SECONDS) - time.monotonic()
 
     def exchange(self, request: dict, blobs: list[bytes], seconds: float) -> tuple[Any, list[bytes]]:
         raise NotImplementedError
 
     def ask(self, op: str, *, seconds: float = ASK_SECONDS, **fields: Any) -> Any:
         """One ask; returns plain data or a `Handle`. Raises `PartyError` or `PartyLost`."""
-        if self.deadline is not None:
-            seconds = min(seconds, self.deadline - time.monotonic())
-            if seconds <= 0:
-                raise PartyLost("这道练习的时间用完了", self, timed_out=True)
+        seconds = min(seconds, self._left())
+        if seconds <= 0:
+            raise PartyLost("这道练习的时间用完了", self, timed_out=True)
         blobs: list[bytes] = []
         request = {"op": op} | {name: encode(value, blobs, self._by_reference) for name, value in fields.items()}
-        self.used = True
+        self.used, began = True, time.monotonic()
         try:
             value, out = self.exchange(request, blobs, seconds)
             return self._wrap(decode(value, out))
         except WireError as error:
             raise PartyError({"type": "WireError", "message": f"回答的格式不对（{error}）"}, self) from None
+        finally:
+            self.asked += time.monotonic() - began
 
     def _by_reference(self, value: Any) -> Any:
         if isinstance(value, Handle):
