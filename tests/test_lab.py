@@ -1,5 +1,6 @@
 """What notebooks import: clocks on CPU work, text, errors in Chinese, pictures with Chinese, and a machine without a GPU."""
 
+import itertools
 import time
 
 import matplotlib
@@ -10,9 +11,11 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 matplotlib.use("Agg")
 
+from matplotlib import pyplot as plt
+
 from launchlab import lab
 from launchlab.device import has_gpu
-from launchlab.lab import dot, drawing, without_gpu
+from launchlab.lab import dot, drawing, plotting, without_gpu
 from launchlab.lab.measuring import _rank_below_median
 
 
@@ -224,6 +227,20 @@ def styled():
     with matplotlib.rc_context():
         lab.plot_style()
         yield
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.64, 3.6), (334, 2773), (1.8, 11000), (0.02, 90)])
+def test_numbers_of_a_logarithmic_axis_are_plain_and_apart(styled, low, high):
+    figure, axes = plt.subplots(figsize=(4, 2))
+    axes.semilogx([low, high], [0, 1])
+    plotting.log_ticks(axes.xaxis)
+    figure.canvas.draw()
+    left, right = axes.get_xlim()
+    shown = [label for place, label in zip(axes.get_xticks(), axes.get_xticklabels(), strict=True) if left <= place <= right and label.get_text()]
+    assert len(shown) >= 2 and all(float(label.get_text()) for label in shown)
+    assert not [label for label in axes.get_xticklabels(minor=True) if label.get_text()]
+    boxes = sorted((label.get_window_extent() for label in shown), key=lambda box: box.x0)
+    assert all(one.x1 < next_one.x0 for one, next_one in itertools.pairwise(boxes))
 
 
 def test_chinese_glyphs_are_really_drawn(styled):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from launchlab.bench import figures
-from launchlab.lab import plot_style
+from launchlab.lab.plotting import log_ticks, plot_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,10 +67,10 @@ def _headline(report: dict[str, Any], cases: dict[str, Any]) -> Figure:
     submit.set_ylim(len(cases) - 0.4, -0.5)
     for axes, title in ((submit, "CPU 提交"), (latency, "延迟（提交到做完）")):
         axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlabel("时间（µs，中位数，对数轴）")
         axes.set_title(title)
         axes.margins(x=0.16)
+        log_ticks(axes.xaxis)
     handles = [pair for axes in (submit, latency) for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
     figure.legend(*zip(*handles, strict=True), loc="outside lower center", ncols=len(handles))
     figure.suptitle(f"逐次入队 → CUDA 图（{report['gpu']}）", fontsize=12)
@@ -101,8 +101,8 @@ def _launch(report: dict[str, Any], cost: dict[str, Any]) -> Figure:
     axes.plot(nodes, figures.published_us(nodes), marker="", linestyle="--", color=QUOTED, label=published)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_major_formatter("{x:g}")
+    log_ticks(axes.xaxis)
+    log_ticks(axes.yaxis)
     axes.set_xlabel("一条直线上的内核数 N（对数轴）")
     axes.set_ylabel("CPU 提交时间（µs，中位数，对数轴）")
     axes.set_title(f"提交 N 个小内核（{report['gpu']}）")

@@ -4,6 +4,8 @@ from functools import cache
 
 FAMILIES = ("Noto Sans SC", "DejaVu Sans")  # as in the style: what one lacks, the next draws
 
+MANY_DECADES = 300  # from where on 2 and 5 of each would be too much
+
 
 def plot_style() -> None:
     """Switch matplotlib to the course's style. Call once, before the first figure of a notebook."""
@@ -12,6 +14,19 @@ def plot_style() -> None:
 
     add_font()
     style.use("launchlab.lab.launchlab")
+
+
+def log_ticks(axis) -> None:
+    """Plain numbers on a logarithmic axis (`matplotlib.axis.Axis`): 1, 2 and 5 of each decade; of many decades the first alone.
+
+    Call it when everything is drawn. What matplotlib writes by itself on less than a decade, 3 × 10², runs together.
+    """
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < MANY_DECADES * low else (1,)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 @cache

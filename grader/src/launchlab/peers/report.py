@@ -151,7 +151,7 @@ def draw(report: dict, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    from launchlab.lab.plotting import plot_style
+    from launchlab.lab.plotting import log_ticks, plot_style
 
     plot_style()
     plt.rcParams["svg.hashsalt"] = "launchlab"
@@ -160,13 +160,14 @@ def draw(report: dict, path: Path) -> None:
         found = list(measured(report, model).items())[::-1]
         for place, (peer, each) in enumerate(found):
             colour = "#D55E00" if peer == "course" else "#0072B2"
-            panel.plot([each["p50"], each["p99"]], [place, place], color=colour, linewidth=2, marker="")
+            panel.plot([each["p50"], each["p99"]], [place, place], color=colour, linestyle="-", linewidth=2, marker="")
             panel.plot(each["p50"], place, "o", color=colour)
             panel.plot(each["p99"], place, "|", color=colour, markersize=14)
         panel.set_yticks(range(len(found)), [NAMES[peer].strip("*") for peer, _ in found])
         panel.set_xscale("log")
         panel.set_xlabel("延迟（ms）：圆点 p50，竖线 p99")
         panel.set_title(TITLES[model])
+        log_ticks(panel.xaxis)
     figure.suptitle(f"同一段请求流，同样的输入（{report['gpu']}）", fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="svg", metadata={"Date": None})
