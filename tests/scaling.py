@@ -2,9 +2,9 @@
 
 usage: python3 tests/scaling.py [--check]
 
-Fills the page between its markers from tests/records/gpu_cluster.json (tests/gpu_cluster.py),
-tests/records/gradebook_cost.json (tests/gradebook_cost.py) and tests/records/cpu_cost.json
-(tests/gpu_cost.py without a GPU). Where a record is missing, the page says so.
+Fills the page between its markers from tests/records/gpu_cluster.json (tests/gpu_cluster.py), gpu_solutions.json
+(tests/gpu_solutions.py), gradebook_cost.json (tests/gradebook_cost.py) and cpu_cost.json (tests/gpu_cost.py without a GPU).
+Where a record is missing, the page says so.
 """
 
 from __future__ import annotations
@@ -33,8 +33,19 @@ def warm(cluster: dict) -> float:
     return statistics.median(exam["seconds"] for exam in exams[1:])
 
 
-def measured(cluster: dict | None, book: dict | None) -> list[str]:
+def every_chapter(solutions: dict) -> str:
+    """A row: one exam of each chapter's solution, its reference started anew for it."""
+    seconds = [told["seconds"] for told in solutions["chapters"]]
+    gpus = f"{solutions['gpus']} {solutions['gpu']}" if solutions["gpus"] > 1 else f"one {solutions['gpu']}"
+    return (
+        f"| one exam of each of the {len(seconds)} chapters, each reference started anew ({gpus}) | {solutions['seconds']:.0f} s in all; "
+        f"a chapter {min(seconds):.0f} to {max(seconds):.0f} s, in the middle {statistics.median(seconds):.0f} s |"
+    )
+
+
+def measured(cluster: dict | None, book: dict | None, solutions: dict | None) -> list[str]:
     lines = ["| measured | |", "|---|---|"]
+    lines.append(every_chapter(solutions) if solutions else "| one exam of each chapter | not measured yet: `tests/gpu_solutions.py` needs a GPU |")
     if cluster is None:
         lines.append("| exams on one GPU and on two | not measured yet: `tests/gpu_cluster.py` needs a machine with two GPUs |")
     else:
@@ -86,7 +97,7 @@ def projected(cluster: dict, book: dict) -> list[str]:
 
 def figures() -> str:
     cluster, book = load("gpu_cluster"), load("gradebook_cost")
-    lines = [*measured(cluster, book), "", *beside_plain(load("cpu_cost"))]
+    lines = [*measured(cluster, book, load("gpu_solutions")), "", *beside_plain(load("cpu_cost"))]
     if cluster and book:
         lines += ["", *projected(cluster, book)]
     return "\n".join(lines)
