@@ -109,7 +109,7 @@ def work(number: int, cpus: list[int], todo: list[tuple[str, int]], until: float
             elif not is_busy(exam):
                 end(load)
             if case not in students or students[case].kernel is None:  # a party of its own: seconds of loading add up
-                students[case] = Process(master.cells_to_run(notebook(candidate(case))), make_kernel, True)
+                students[case] = Process(master.cells_to_run(notebook(candidate(case))), make_kernel, True, reference=master.reference.process)
             results.put({"case": case, "number": exam, "busy": is_busy(exam)} | one(master, students[case]))
     finally:
         end(load)

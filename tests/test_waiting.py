@@ -1,13 +1,15 @@
 """The process of the next submission begins while one is examined, fresh as any; and speed-ups are examined last."""
 
 import json
+import os
+import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import nbformat
 import pytest
 
-from launchlab.device import identity
 from launchlab.exam import examine as engine
 from launchlab.exam import family, process, remote, sandbox, timing
 from launchlab.exam.examine import Master, Reference, examine
@@ -103,10 +105,9 @@ def test_it_is_given_out_awake_while_something_is_timed_and_none_begins_then(ahe
 
 
 HELD = """
-from launchlab.device import identity
-from launchlab.exam import timing
+from launchlab.exam import examine, timing
 try:
-    with timing.exclusive(identity()):
+    with timing.exclusive(examine.identity()):
         free = True
 except timing.GpuBusy:
     free = False
@@ -115,6 +116,15 @@ check.equal(student.longest_path([[0, 1]]), 2, why="two")
 ### BEGIN HIDDEN TESTS
 ### END HIDDEN TESTS
 """
+
+
+@pytest.fixture
+def own_gpu(monkeypatch) -> Iterator[str]:
+    """A GPU of which no other test knows: its lock is this test's alone."""
+    name = f"of-the-test-{os.getpid()}"
+    monkeypatch.setattr(engine, "identity", lambda: name)
+    yield name
+    (Path(tempfile.gettempdir()) / f"launchlab-{name}.lock").unlink(missing_ok=True)
 
 
 def timed(mini: Chapter, tags: list[str], source: str = "") -> nbformat.NotebookNode:
@@ -127,7 +137,7 @@ def timed(mini: Chapter, tags: list[str], source: str = "") -> nbformat.Notebook
     return nb
 
 
-def test_who_measures_time_keeps_other_exams_from_measuring(mini, monkeypatch):
+def test_who_measures_time_keeps_other_exams_from_measuring(mini, own_gpu, monkeypatch):
     monkeypatch.setattr(timing, "LOCK_SECONDS", 0.2)
     for tags, verdict in (([], "failed"), (["alone"], "passed")):
         checks = {check.id: check for check in examine(timed(mini, tags, HELD), mini).checks}
@@ -135,12 +145,12 @@ def test_who_measures_time_keeps_other_exams_from_measuring(mini, monkeypatch):
     Master.dismiss()
 
 
-def test_waiting_for_the_gpu_is_not_the_learners_time(mini, monkeypatch):
+def test_waiting_for_the_gpu_is_not_the_learners_time(mini, own_gpu, monkeypatch):
     monkeypatch.setattr(engine, "EXERCISE_SECONDS", 3.0)
     nb, over, held = timed(mini, ["alone"]), threading.Event(), threading.Event()
 
     def other_exam() -> None:
-        with timing.exclusive(identity()):
+        with timing.exclusive(own_gpu):
             held.set()
             over.wait(30)
 
@@ -187,15 +197,23 @@ def test_on_a_slow_machine_the_reference_takes_its_time_and_none_of_the_learners
     assert {check.verdict for name, check in checks.items() if name != "test_longest_path"} == {"passed"}
 
 
-def test_the_references_cells_may_take_longer_than_a_learners(monkeypatch):
+def sleeps(seconds: float, **kind) -> process.Process:
+    """A process whose one cell sleeps, loaded."""
+    made = process.Process([process.Cell(0, f"import time; time.sleep({seconds})")], lambda: Kernel(sandboxed=sandbox.works()), False, **kind)
+    try:
+        made.load()
+    finally:
+        made.close()
+    return made
+
+
+def test_how_long_a_learners_cell_may_take_depends_on_the_references(monkeypatch):
     monkeypatch.setattr(process, "CELL_SECONDS", 1.0)
-    for trusted, lost in ((True, {}), (False, {0})):
-        made = process.Process([process.Cell(0, "import time; time.sleep(2)")], lambda: Kernel(sandboxed=sandbox.works()), False, trusted=trusted)
-        try:
-            made.load()
-            assert set(made.deadly) == set(lost)
-        finally:
-            made.close()
+    reference = sleeps(2, trusted=True)
+    assert not reference.deadly
+    assert set(sleeps(2).deadly) == {0}
+    assert not sleeps(4, reference=reference).deadly
+    assert set(sleeps(12, reference=reference).deadly) == {0}
 
 
 def test_one_that_died_is_not_given_out(ahead):

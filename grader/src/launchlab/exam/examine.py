@@ -76,7 +76,7 @@ def examine(nb: NotebookNode, chapter: Chapter, files: Path | None = None, of_cl
             master.waiting.begin()  # the learner's process comes up meanwhile
         master.reference.load()  # before any of the learner's code can be in its way
         master.reference.keep_caches()
-    student = Process(master.cells_to_run(nb), partial(master.waiting.take, files), bool(gpu))
+    student = Process(master.cells_to_run(nb), partial(master.waiting.take, files), bool(gpu), reference=master.reference.process)
     try:
         # Speed-ups last: they end the learner's process, and whatever is examined after them pays for a new one.
         for cell, test in sorted(tests, key=lambda each: each[1].kind == SPEEDUP):

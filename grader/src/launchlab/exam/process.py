@@ -21,7 +21,8 @@ from launchlab.exam.memory import Block, CudaError, in_blocks
 from launchlab.exam.party import REFERENCE_SECONDS, Party, PartyError, PartyLost
 from launchlab.exam.watch import NoRoom
 
-CELL_SECONDS = 30.0  # of a learner's cell
+CELL_SECONDS = 30.0  # of a learner's cell, or
+SLOWER = 4.0  # times as long as the longest of the reference's, where that is more
 LOAD_SECONDS = 240.0  # all cells of a notebook together, restarts included
 TOTAL_SECONDS = 600.0  # of loading a learner's process, all reloads of one exam together
 RESTARTS = 12
@@ -39,13 +40,14 @@ class Process(Party):
     """A notebook's process as a party: loaded on first use, loaded again after an accident.
 
     ``cells``: what to run, in order. ``make_kernel``: starts a fresh kernel. ``gpu``: probe the
-    CUDA context after each cell. ``trusted``: the reference's. ``outputs`` and ``errors`` (by index) come from the first time
+    CUDA context after each cell. ``trusted``: the reference's; ``reference``: that one, where this is a learner's. ``outputs`` and ``errors`` (by index) come from the first time
     a cell ran; ``deadly`` holds (verdict, text) of cells that are left out.
     """
 
-    def __init__(self, cells: list[Cell], make_kernel: Callable[[], Kernel], gpu: bool, trusted: bool = False):
+    def __init__(self, cells: list[Cell], make_kernel: Callable[[], Kernel], gpu: bool, trusted: bool = False, reference: Process | None = None):
         super().__init__()
-        self.cells, self.gpu, self._trusted = cells, gpu, trusted
+        self.cells, self.gpu, self._trusted, self._reference = cells, gpu, trusted, reference
+        self.longest = 0.0  # seconds of a cell
         self.outputs: dict[int, list] = {}
         self.errors: dict[int, CellResult] = {}
         self.deadly: dict[int, tuple[str, str]] = {}
@@ -91,13 +93,15 @@ class Process(Party):
 
     def _ran(self, cell: Cell, until: float) -> bool:
         """Run one cell; False if the process must be started anew without it."""
-        seconds = min(until - time.monotonic(), math.inf if self._trusted else CELL_SECONDS)
+        began = time.monotonic()
+        seconds = min(until - began, self._cell_seconds())
         if seconds <= 0:
             self.deadly[cell.index] = (TIMED_OUT, "单元没有轮到运行：前面的单元用完了时间")
             return True
         try:
             kept = cell.index in self.outputs  # from the first time: what it puts out now takes no room
             result = self._kernel.run_cell(cell.source, seconds, room=None if kept else self._room)
+            self.longest = max(self.longest, time.monotonic() - began)
             poison = self.ask("probe") if self.gpu else None
             if poison:
                 raise KernelDied(f"CUDA 上下文被破坏：{poison}")
@@ -112,6 +116,12 @@ class Process(Party):
                 self.errors.setdefault(cell.index, result)
             return True
         return False
+
+    def _cell_seconds(self) -> float:
+        """How long a cell may take. On a slow machine engines take long to build, and a learner's given cells build them too."""
+        if self._trusted:
+            return math.inf
+        return max(CELL_SECONDS, SLOWER * self._reference.longest if self._reference else 0.0)
 
     def exchange(self, request: dict, blobs: list[bytes], seconds: float) -> tuple[Any, list[bytes]]:
         self.load()
