@@ -1,5 +1,6 @@
 """A receipt holds only while everything in it can be computed again, and any tampering shows."""
 
+import os
 import re
 from copy import deepcopy
 
@@ -140,6 +141,15 @@ def test_one_failure_does_not_stop_the_others(mini, monkeypatch, capsys):
     told = capsys.readouterr().out
     assert told.count("test_total_us 出错：ZeroDivisionError") == 2
     assert "没有录成：90_mini、90_mini" in told
+
+
+def test_recording_beside_others_is_told(mini, monkeypatch, capsys):
+    monkeypatch.setattr(record, "gpu", lambda: GPU)
+    monkeypatch.setattr(record, "record", lambda chapter: [])
+    for others, told in (({os.getpid(): 7}, False), ({os.getpid(): 7, 4321: None}, True)):
+        monkeypatch.setattr(record, "processes", lambda others=others: others)
+        assert record.main([mini.name]) == 0
+        assert ("4321" in capsys.readouterr().out) is told
 
 
 def test_recording_needs_a_gpu(mini, monkeypatch, capsys):

@@ -100,14 +100,19 @@ def free_memory() -> tuple[int, int] | None:
 
 def memory_of(pid: int) -> int | None:
     """Bytes that a process holds on GPU 0, its context included, as NVML counts them; None where it does not tell (WSL2, say)."""
+    return processes().get(pid)
+
+
+def processes() -> dict[int, int | None]:
+    """Who computes on GPU 0, and the bytes that each holds there; empty where NVML does not tell."""
     handle = _nvml_handle()
     if handle is None:
-        return None
+        return {}
     nvml, device = handle
     number, told = ctypes.c_uint(256), (_Process * 256)()
     if nvml.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(number), told):
-        return None
-    return next((each.used for each in told[: number.value] if each.pid == pid and each.used != _NOT_AVAILABLE), None)
+        return {}
+    return {each.pid: None if each.used == _NOT_AVAILABLE else each.used for each in told[: number.value]}
 
 
 class _Process(ctypes.Structure):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ import nbformat
 from launchlab import paths
 from launchlab.course import build, receipt
 from launchlab.course.execute import execute
-from launchlab.device import gpu
+from launchlab.device import gpu, processes
 from launchlab.exam.examine import examine
 from launchlab.manifest import Chapter, chapter, chapters
 
@@ -23,6 +24,8 @@ def main(names: Iterable[str]) -> int:
         print("录制要在有 NVIDIA GPU 的机器上进行：这台机器上没有可用的 CUDA GPU。运行 launchlab doctor 查看原因。")
         return 1
     chosen = [chapter(name) for name in names] or [each for each in chapters() if each.ready]
+    if others := sorted(processes().keys() - {os.getpid()}):
+        print(f"! 这块 GPU 上还有别的进程（{'、'.join(map(str, others))}）在用：录下的时间会受它们影响。最好先停掉它们，再录制。")
     failed = []
     for number, each in enumerate(chosen, 1):
         print(f"[{number}/{len(chosen)}] {each.name}", flush=True)
