@@ -3,6 +3,8 @@
 import json
 import math
 import types
+from collections import Counter, OrderedDict, defaultdict
+from functools import partial
 
 import numpy as np
 import pytest
@@ -364,6 +366,12 @@ ARRAYS = arrays.arrays(
 def test_plain_data_comes_back_as_it_went(value):
     blobs: list[bytes] = []
     assert wire.decode(json.loads(json.dumps(wire.encode(value, blobs))), blobs) == value
+
+
+@pytest.mark.parametrize("kind", [Counter, OrderedDict, partial(defaultdict, int)], ids=["Counter", "OrderedDict", "defaultdict"])
+def test_dictionaries_of_collections_are_plain_data_too(kind):
+    got = wire.decode(json.loads(json.dumps(wire.encode({"types": kind({"FP16": 2})}, []))), [])
+    assert got == {"types": {"FP16": 2}} and type(got["types"]) is dict
 
 
 @QUICK

@@ -8,6 +8,7 @@ end of the line runs a learner's code: a reply can only ever become plain data.
 from __future__ import annotations
 
 import re
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 
 MAX_DEPTH = 16
 MAX_ITEMS = 100_000
+DICTIONARIES = (dict, Counter, defaultdict, OrderedDict)  # equal to one another in Python, so plain data here, too
 _DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
 
 
@@ -70,7 +72,7 @@ def encode(value: Any, blobs: list[bytes], by_reference: Callable[[Any], Any] | 
         return {"t": "bytes", "blob": len(blobs) - 1}
     if type(value) in (list, tuple):
         return {"t": "list", "v": [encode(item, blobs, by_reference, depth + 1) for item in value]}
-    if type(value) is dict and all(type(key) is str for key in value):
+    if type(value) in DICTIONARIES and all(type(key) is str for key in value):
         return {"t": "dict", "v": [[key, encode(item, blobs, by_reference, depth + 1)] for key, item in value.items()]}
     if by_reference is None:
         raise WireError(f"cannot send a {type(value).__name__}")
