@@ -11,7 +11,7 @@ import nbformat
 import pytest
 
 from launchlab.exam import examine as engine
-from launchlab.exam import family, process, remote, sandbox, timing
+from launchlab.exam import family, party, process, remote, sandbox, timing
 from launchlab.exam.examine import Master, Reference, examine
 from launchlab.exam.kernel import Kernel
 from launchlab.exam.waiting import Waiting
@@ -185,10 +185,11 @@ check.equal(student.longest_path([[0, 1]]), 2, why="two")
 """
 
 
-@pytest.mark.parametrize(("reference", "learner", "verdict"), [(5, 0, "passed"), (0, 5, "timed out"), (2, 5, "timed out")])
+@pytest.mark.parametrize(("reference", "learner", "verdict"), [(5, 0, "passed"), (0, 5, "timed out"), (2, 5, "timed out"), (9, 0, "inconclusive")])
 def test_on_a_slow_machine_the_reference_takes_its_time_and_none_of_the_learners(mini, monkeypatch, reference, learner, verdict):
     monkeypatch.setattr(engine, "EXERCISE_SECONDS", 3.0)
     monkeypatch.setattr(remote, "BUILD_SECONDS", 4.0)  # of a call
+    monkeypatch.setattr(party, "REFERENCE_SECONDS", 7.0)
     try:
         checks = {check.id: check for check in examine(timed(mini, [], SLOW_REFERENCE.format(reference, learner)), mini).checks}
     finally:

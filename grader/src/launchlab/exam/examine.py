@@ -33,7 +33,7 @@ from launchlab.exam import judge, limits, sandbox, show
 from launchlab.exam.check import GPU_BUSY, CannotTell, Check, CheckFailed
 from launchlab.exam.kernel import Kernel
 from launchlab.exam.memory import Buffer, CudaError
-from launchlab.exam.party import PartyError, PartyLost
+from launchlab.exam.party import REFERENCE_SECONDS, PartyError, PartyLost
 from launchlab.exam.process import Cell, Process, defines
 from launchlab.exam.remote import Namespace
 from launchlab.exam.report import CheckReport, Report, versions
@@ -123,6 +123,7 @@ def _examine_one(test: Test, report: CheckReport, student: Process, master: Mast
         student.load()
         with _to_itself(test, master):
             student.allow(EXERCISE_SECONDS, beside=reference)  # waiting for the GPU, or for the reference, is not the learner's time
+            reference.allow(EXERCISE_SECONDS + REFERENCE_SECONDS)  # what a learner built may keep it busy
             exec(compile(test.source, f"<{report.id}>", "exec"), names)
             verdict, reason = _aftermath(student, report) or (judge.PASSED, "通过。")
             if check.unsettled and verdict == judge.PASSED:
@@ -146,6 +147,7 @@ def _examine_one(test: Test, report: CheckReport, student: Process, master: Mast
     if verdict == judge.FAILED:
         reason += "" if hidden else _last_error(student)
         verdict, reason = _aftermath(student, report) or (verdict, reason)
+    reference.allow(None)
     try:
         reference.forget()
         reference.probe()

@@ -12,7 +12,7 @@ from launchlab.exam.remote import Handle
 from launchlab.exam.wire import BufferRef, Ref, WireError, clean, decode, encode
 
 ASK_SECONDS = 20.0
-REFERENCE_SECONDS = 240.0  # for an ask of the reference: it builds engines of real models, on slow machines too
+REFERENCE_SECONDS = 240.0  # of the reference for an exercise: it builds engines of real models, on slow machines too
 
 
 class PartyError(Exception):

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from launchlab.exam import party
 from launchlab.exam.judge import CRASHED, FAILED, TIMED_OUT
 from launchlab.exam.kernel import CellResult, Kernel, KernelDied, KernelTimeout, Room
 from launchlab.exam.memory import Block, CudaError, in_blocks
-from launchlab.exam.party import REFERENCE_SECONDS, Party, PartyError, PartyLost
+from launchlab.exam.party import ASK_SECONDS, Party, PartyError, PartyLost
 from launchlab.exam.watch import NoRoom
 
 CELL_SECONDS = 30.0  # of a learner's cell, or
@@ -123,10 +124,12 @@ class Process(Party):
             return math.inf
         return max(CELL_SECONDS, SLOWER * self._reference.longest if self._reference else 0.0)
 
+    def ask(self, op: str, *, seconds: float = ASK_SECONDS, **fields: Any) -> Any:
+        """As `Party.ask`; the reference takes its time."""
+        return super().ask(op, seconds=party.REFERENCE_SECONDS if self._trusted else seconds, **fields)
+
     def exchange(self, request: dict, blobs: list[bytes], seconds: float) -> tuple[Any, list[bytes]]:
         self.load()
-        if self._trusted:
-            seconds = REFERENCE_SECONDS
         with self._lost_with_its_kernel():
             try:
                 reply, out = self._kernel.ask(request, blobs, seconds)
