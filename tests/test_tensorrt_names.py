@@ -21,7 +21,10 @@ LISTINGS = {path.stem.removeprefix("tensorrt_"): json.loads(path.read_text(encod
 VERSIONS = [Version(listing) for listing in LISTINGS.values()]
 CHAPTERS = [chapter for chapter in manifest.chapters() if chapter.source.exists()]
 # Findings that are right as they stand: text of the finding -> why.
-ACCEPTED: dict[str, str] = {}
+ACCEPTED: dict[str, str] = {  # methods of a class, planted and put back: the bindings' classes allow it, as tried with 10.6
+    f"{module}.{name}: {name} cannot be set in TensorRT {', '.join(LISTINGS)}": "planted"
+    for module, name in (("trt", "IExecutionContext.execute_async_v3"), ("tensorrt", "Runtime.deserialize_cuda_engine"))
+}
 
 RIGHT = """
 import numpy as np

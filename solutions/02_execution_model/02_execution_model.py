@@ -270,7 +270,7 @@ took = {
 }
 
 fig, ax = plt.subplots()
-ax.step(counts, np.ceil(counts / step) * WAVE_US, where="post", color="#999999", marker="", label="波数 × 每个 block 的时间")
+ax.step(counts, np.ceil(counts / step) * WAVE_US, where="post", color="#767676", marker="", label="波数 × 每个 block 的时间")
 ax.plot(counts, list(took.values()), linestyle="", label="实测")
 ax.set_xlabel("block 数量")
 ax.set_ylabel("从提交到做完（µs）")
@@ -355,6 +355,8 @@ lab.say(lab.table(("`stream` 里的工作", "另一条流里的小 `mix`，做�
 
 # %% [markdown]
 # 只占一个 SM 的长内核不碍别人的事；填满 GPU 的内核，别的流也得等它腾出位置。
+# 所以最后一行应当在 5 ms 上下；要是多出几毫秒，那是别的程序也在用这块 GPU，两边在轮流占用。
+#
 # 所以“多开几条流就能并行”只在 GPU 没填满的时候成立。`fill_gpu` 这个“堵门”的办法请记住，练习里有大用。
 
 # %% [markdown]
@@ -403,11 +405,14 @@ ax.set_title(f"返回不等于做完（{lab.gpu_name()}）")
 ax.legend()
 plt.show()
 lab.say(
-    f"GPU 上的时间从 {LENGTHS[0]} µs 变到 {LENGTHS[-1]} µs：提交时间始终在 {min(submitted):.1f}～{max(submitted):.1f} µs 之间，"
+    f"GPU 上的时间从 {LENGTHS[0]} µs 变到 {LENGTHS[-1]} µs：提交时间最短 {min(submitted):.1f} µs，最长 {max(submitted):.1f} µs；"
     f"端到端时间从 {finished[0]:.0f} µs 变到 {finished[-1]:.0f} µs。"
 )
 
 # %% [markdown]
+# 提交时间也有起伏：每次提交之前，CPU 都要先等上一个内核做完，等得久了，再回来干活往往慢一点。
+# 可是内核越长，端到端时间就比它长得越多：提交不等内核做完。
+#
 # ### 拷贝背的黑锅
 #
 # 回到开头的故事。用 20 ms 的 `spin` 加一个 `mix` 代替“推理”，再把结果拷回来。只差一次同步，账就算到了不同的人头上：
@@ -442,7 +447,7 @@ def bill(sync_between):
 
 lab.say(
     lab.table(
-        ("", "“推理” µs", "“拷贝” µs"),
+        ("怎样停表", "“推理” µs", "“拷贝” µs"),
         [
             (name, *(f"{us:.0f}" for us in bill(sync)))
             for name, sync in (("推理后直接停表", False), ("推理后先同步，再停表", True))
@@ -573,7 +578,7 @@ def hand_over(wait):
 
 
 device.synchronize()
-lab.say(lab.table(("", "实际的先后"), [("没有等待", hand_over(False)), ("`wait_event`", hand_over(True))]))
+lab.say(lab.table(("怎样交接", "实际的先后"), [("没有等待", hand_over(False)), ("`wait_event`", hand_over(True))]))
 
 # %% [markdown]
 # 没有事件，代码里写在后面的工作先做了，而且**一点错误也不报**。
@@ -867,6 +872,7 @@ newcomer_us = [
 ]
 fig, ax = plt.subplots()
 ax.semilogy(range(1, 21), newcomer_us)
+ax.set_xticks([1, 5, 10, 15, 20])
 ax.set_xlabel("第几次调用")
 ax.set_ylabel("端到端时间（µs）")
 ax.set_title(f"新内核的头 20 次（{lab.gpu_name()}）")
@@ -888,14 +894,15 @@ lab.say(
 many = lab.end_to_end_us(partial(launch_mix, small, 0), repeats=2000)
 marks = {"p50": many.median, "平均": float(many.us.mean()), "p90": many.percentile(90), "p99": many.percentile(99)}
 fig, ax = plt.subplots()
-ax.hist(many.us, bins=np.geomspace(many.us.min(), many.us.max(), 60))
+ax.hist(many.us, bins=np.geomspace(many.us.min(), many.us.max(), 60), histtype="stepfilled", facecolor="#DDDDDD", edgecolor="#555555")
 ax.set_xscale("log")
 ax.set_yscale("log")
-for number, (name, us) in enumerate(marks.items()):
-    ax.axvline(us, color=f"C{number + 1}", label=f"{name} {us:.1f} µs")
+for (name, us), color, line in zip(marks.items(), ("C0", "C1", "C4", "C6"), ("-", "--", "-.", ":"), strict=True):
+    ax.axvline(us, color=color, linestyle=line, label=f"{name} {us:.1f} µs")
 ax.set_xlabel("端到端时间（µs）")
 ax.set_ylabel("次数")
 ax.set_title(f"同一次启动，量 2000 遍（{lab.gpu_name()}）")
+lab.log_ticks(ax.xaxis)
 ax.legend()
 plt.show()
 lab.say(
@@ -981,8 +988,9 @@ lab.say(
 )
 
 # %% [markdown]
-# 一次一量的时候，两边都加上了同样的固定开销：Python、启动、同步，差距被冲淡了。连着做很多次，开销摊薄了；
-# 先把 GPU 堵住，让 CPU 有时间把队排好，开销就基本藏起来了，剩下的是内核加上相邻内核之间的一点空隙。
+# 一次一量的时候，两边都加上了同样的固定开销：Python、启动、同步，差距被冲淡了。连着做很多次，同步的开销摊薄了，
+# 可是启动一次也没有少：短内核要是比一次启动还短，量到的其实是启动。
+# 先把 GPU 堵住，让 CPU 有时间把队排好，启动也就藏起来了，剩下的是内核加上相邻内核之间的一点空隙。
 #
 # 没有哪一种是“错的”，要看你问的是什么：问用户要等多久，量端到端；问内核本身谁快，让它们首尾相接。
 #
@@ -1010,6 +1018,8 @@ lab.say(
 )
 
 # %% [markdown]
+# “CPU 提交”和“端到端”要是几乎一样长，就是 GPU 一路在等 CPU：CPU 交完最后一个，GPU 也做完了。这两行是分开量的，谁大一点只是波动。
+#
 # 事件只看 GPU：它是 GPU 经过两个记号的时刻之差，分辨率约半微秒。GPU 在这中间空等 CPU，也照样算进去；
 # CPU 为提交花了多少力气，它却看不见。**事件回答“GPU 上过了多久”，不回答“用户等了多久”，也不回答“CPU 忙了多久”。**
 #
@@ -1049,7 +1059,7 @@ without_sync = x.get(stream=stream)
 pair = lab.compare_us(partial(synced_chain, x, 200), chain_200, clock="end_to_end")
 lab.say(
     f"结果一样吗：**{'一样' if np.array_equal(with_sync, without_sync) else '不一样'}**，与 NumPy {'也' if np.array_equal(without_sync, mixed(before, 200)) else '不'}一致。"
-    f"端到端时间：每次同步 {pair.first.median:.0f} µs，最后同步一次 {pair.second.median:.0f} µs，慢了 **{pair.ratio:.1f}** 倍。"
+    f"端到端时间：每次同步 {pair.first.median:.0f} µs，最后同步一次 {pair.second.median:.0f} µs，前者是后者的 **{pair.ratio:.1f}** 倍。"
 )
 
 # %% [markdown]
@@ -1228,6 +1238,22 @@ def invented(order, a, b, share=0.01, cold="", hiccup=None, stall=None):
     return {"order": order, "us": us.tolist(), "wait_us": wait.tolist()}
 
 
+def leaning(least, most):
+    """An order of sixteen calls, drawn until the mean places of A and B lie between these shares of all calls apart."""
+    while True:
+        order = "".join(secret.permutation(list("ABBA" * 4)))
+        if least < abs(np.mean([k if side == "A" else -k for k, side in enumerate(order)])) * 2 / len(order) < most:
+            return order
+
+
+def first_call(side, times):
+    """A log of ABBAABBA whose first call of that side takes `times` the median of its others."""
+    log = invented("ABBAABBA", 100, 80)
+    first, *others = [k for k, each in enumerate(log["order"]) if each == side]
+    log["us"][first] = times * float(np.median([log["us"][k] for k in others]))
+    return log
+
+
 SPECIAL = [
     ("A 和 B 的长短差得多时，判断没预热要和同一方比，不能和全体比。", [invented("ABBAABBA", 100, 320), invented("BAABBAAB", 900, 120), invented("AABAABAABAA", 50, 160), invented("BBABBABBABB", 200, 60)]),
     ("冷的可能是 A，可能是 B，也可能两边都冷；卡顿若不在第一次，就不算没预热。", [invented("ABBAABBA", 100, 100, cold="B"), invented("BAABBAAB", 100, 90, cold="AB"), invented("ABBAABBA", 100, 80, hiccup=4), {"order": "ABBAABBA", "us": [310.0, 82.0, 80.0, 104.0, 2900.0, 79.0, 81.0, 98.0], "wait_us": [1.0] * 8}]),
@@ -1235,6 +1261,8 @@ SPECIAL = [
     ("一次特别长的等待或一次卡顿，不应当改变“没等 GPU”的判断：要用中位数。", [invented("ABBAABBA", 100, 80, stall=3), invented("ABBAABBA", 100, 50, share=0.3, hiccup=5), invented("BABAABBA", 200, 60, share=9.0, hiccup=3)]),
     ("一边倒不一定是整整齐齐的两半；交替或成对轮流则不算。", [invented("AAABAABBABBB", 90, 100), invented("BBBBABBAAAAA", 90, 100), invented("ABABABAB", 90, 100), invented("AABBBBAABBAAAABB", 90, 100), invented("BABBAABA", 90, 100)]),
     ("几种毛病一起出现时，按题目的次序报告第一个；倍数仍要修正。", [invented("AAAAABBBBB", 90, 100, share=5.0), invented("BBBBAAAA", 90, 100, cold="AB"), invented("ABBAABBA", 300, 100, share=2.0, cold="AB")]),
+    ("一边倒看的是平均位置之差，不是位置的中位数，也不看谁先谁后。", [invented("AAABBBBBAA", 90, 100), invented("ABBBABAAAB", 90, 100)]),
+    ("差一点和刚过线都要分清：一边倒是总次数的四分之一，没等 GPU 是 10%，没预热是 2 倍。", [invented(leaning(0.21, 0.245), 90, 100), invented(leaning(0.255, 0.29), 90, 100), invented("ABBAABBA", 90, 100, share=0.085), invented("ABBAABBA", 90, 100, share=0.12), first_call("A", 1.85), first_call("B", 1.85), first_call("A", 2.15), first_call("B", 2.15)]),
     ("每一方只有两三次、两方次数不同时也要对。", [invented("ABBA", 90, 30, cold="A"), invented("BAAB", 30, 90), invented("ABBABA", 50, 20, share=3.0), invented("ABBABBABBABB"[:9], 70, 40)]),
 ]
 for why, special in SPECIAL:
@@ -1377,15 +1405,22 @@ lane = plan_of(spin_us)
 planned = make_planned([lane])
 once = student.time_gpu(planned)
 check.equal(once, float(spin_us), rel=0.15, why="换一个长短不同的工作，读数与实际相差超过 15%。它用的是自己的流：你等的是整个设备吗？")
-check.that(int(lane[1].read()[0]) >= 11, why="调用 work 的次数太少：预热之外至少要量 10 次。")
+calls = int(lane[1].read()[0])
+check.that(calls >= 11, why="调用 work 的次数太少：预热之外至少要量 10 次。")
 lane[0].write(np.array([2 * spin_us * 1000], np.uint64))
 check.equal(student.time_gpu(planned) / once, 2.0, rel=0.15, why="同一个工作，GPU 上的时间加倍，读数没有加倍。读数里混进了别的时间，或者缓存了上一次的结果。")
 parallel = make_planned([plan_of(spin_us), plan_of(3 * spin_us)])
 check.equal(student.time_gpu(parallel), 3.0 * spin_us, rel=0.15, why="工作分在两条并行的流上，端到端时间由较长的一条决定。只等其中一条，或把两条相加，都不对。")
 prepared_first = make_planned([plan_of(4000)], cpu_us=4000)
 check.equal(student.time_gpu(prepared_first), 8000.0, rel=0.15, why="CPU 先忙一阵才启动内核，一次的端到端时间是两段之和。如果先提交很多次，最后才同步、再除以次数，两段就会叠在一起，量出来偏小；只看 GPU 的事件也会漏掉 CPU 的一段。")
-uneven = make_planned([plan_of(spin_us * 2 // 5, spin_us, 3 * spin_us)], first_ms=300)
-check.equal(student.time_gpu(uneven), float(spin_us), rel=0.15, why="各次的长短不同，而且第一次特别慢：应当返回预热之后各次的中位数，不是平均数、最小值，也不是某一次的时间。")
+lengths = [spin_us * 2 // 5, spin_us, 3 * spin_us]
+for turned in range(3):  # whichever call somebody picks, it is of the middle length once only
+    uneven = make_planned([plan_of(*lengths[turned:], *lengths[:turned])], first_ms=0 if turned else 300)
+    check.equal(student.time_gpu(uneven), float(spin_us), rel=0.15, why="各次的长短不同，而且第一次特别慢：应当返回预热之后各次的中位数，不是平均数、最小值，也不是某一次的时间。")
+# Each call is a step shorter than the one before, and the last one takes one step: the median of the last ten takes 5.5, of fewer at most 5.
+step_us = 750
+shrinking = make_planned([plan_of(*[step_us * min(calls - k, 8) for k in range(calls)])])
+check.that(student.time_gpu(shrinking) > 5.2 * step_us, why="参与中位数的测量不到 10 次：预热的那几次不算，预热之外至少还要量 10 次，再取它们全部的中位数。")
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -1397,7 +1432,7 @@ check.equal(student.time_gpu(uneven), float(spin_us), rel=0.15, why="各次的�
 # - 内核有长有短，短的只有 20 µs，也许比一次启动长不了多少；
 # - `launch` 用哪条流你不知道：可能是它自己的流，可能是默认流；
 # - 它在 CPU 上可能还做别的事，启动之前或之后都有可能，最多忙 20 ms。忙归忙，只要不是在等 GPU，就算异步；
-# - 等待的方式五花八门：同步流、同步设备、反复查询、读回结果……
+# - 等待的方式五花八门：同步流、同步设备、反复查询、读回结果……（去同步一条闲着的、与自己的内核无关的流，等于没等。）
 # - 第一次调用可能特殊（编译、加载，甚至只在第一次等一下），不算数；
 # - 调用你的函数时 GPU 是空闲的；你返回之前也要让它恢复空闲。
 #
@@ -1464,12 +1499,18 @@ def poll(stream, array):
         pass
 
 
+def query(stream, array):
+    while not stream.done:
+        pass
+
+
 WAITS = {
     "": lambda stream, array: None,
     "stream": lambda stream, array: stream.synchronize(),
     "device": lambda stream, array: cupy.cuda.runtime.deviceSynchronize(),
     "event": lambda stream, array: stream.record().synchronize(),
     "poll": poll,
+    "query": query,
     "read": lambda stream, array: array.get(stream=stream),
 }
 STREAMS = {
@@ -1485,8 +1526,11 @@ def busy(us):
         pass
 
 
-def make_launcher(us, where="own", wait="", launches=1, before_us=0, after_us=0, first_wait=""):
+def make_launcher(us, where="own", wait="", launches=1, before_us=0, after_us=0, first_wait="", idle=False):
+    """What idle waits for is a stream of which nothing is ever asked: no wait at all."""
     stream, array = STREAMS[where](), cupy.zeros(64, cupy.uint32)
+    watched = cupy.cuda.Stream(non_blocking=True) if idle else stream
+    first, later = WAITS[wait or first_wait], WAITS[wait]
     cupy.cuda.runtime.deviceSynchronize()
     called = []
 
@@ -1496,19 +1540,27 @@ def make_launcher(us, where="own", wait="", launches=1, before_us=0, after_us=0,
             for _ in range(launches):
                 SPIN((1,), (1,), (numpy.uint64(us * 1000),))
         busy(after_us)
-        WAITS[wait if called else wait or first_wait](stream, array)
+        (later if called else first)(watched, array)
         called.append(True)
 
+    launch.stream = stream
     return launch
 '''
 make_launcher = student.define(LAUNCHERS, "make_launcher")
 student.is_async(make_launcher(us=50))
 check.equal(student.value("stream").get("done"), True, why="你的函数返回以后，stream 上还有没做完的工作：返回之前要让 GPU 恢复空闲。")
+lasting = make_launcher(us=60_000)
+student.is_async(lasting)
+check.equal(lasting.get("stream").get("done"), True, why="你的函数返回以后，launch 自己的流上还有没做完的工作：返回之前要让整个 GPU 恢复空闲，不只是 stream。")
 GROUPS = [
     ("内核很短的时候判断错了。等你去看的时候，短内核可能已经碰巧做完：要让它在一段时间里无法开始。",
      [{"us": 20}, {"us": 20, "wait": "stream"}, {"us": 50}, {"us": 50, "wait": "event"}, {"us": 1000}, {"us": 1000, "wait": "stream"}]),
     ("CPU 忙不等于在等 GPU：启动前后在 CPU 上多花几毫秒，仍然可以是异步的；反过来也一样。不要拿调用花了多久去判断。",
      [{"us": 300, "after_us": 6000}, {"us": 300, "before_us": 6000}, {"us": 30, "before_us": 3000, "wait": "stream"}, {"us": 300, "after_us": 6000, "wait": "stream"}, {"us": 5000, "after_us": 2000}]),
+    ("launch 在 CPU 上最多可能忙 20 ms：堵住 GPU 的时间要比它宽裕得多，否则等它返回，堵的工作早就做完了。",
+     [{"us": 300, "after_us": 18_000}, {"us": 20, "before_us": 18_000}, {"us": 300, "before_us": 9000, "after_us": 9000, "wait": "stream"}]),
+    ("同步或查询一条闲着的、与自己的内核无关的流，不算等 GPU。不要看函数里写了什么，要看 GPU 被堵住时它回不回来。",
+     [{"us": 50, "wait": "stream", "idle": True}, {"us": 50, "wait": "stream"}, {"us": 300, "wait": "query", "idle": True}, {"us": 300, "wait": "query"}]),
     ("launch 用的流可能是它自己的、阻塞的，也可能是默认流，而且可能一次启动很多个内核。",
      [{"us": 200, "where": "blocking"}, {"us": 200, "where": "default"}, {"us": 200, "where": "blocking", "wait": "stream"}, {"us": 200, "where": "default", "wait": "stream"}, {"us": 10, "launches": 100}, {"us": 10, "launches": 100, "wait": "event"}]),
     ("等待的方式很多：同步设备、反复查询、读回结果都算；只在第一次调用时等一下的，不算。",
@@ -1517,7 +1569,7 @@ GROUPS = [
 for reason, planted in GROUPS:
     shuffled = [planted[k] for k in secret.permutation(len(planted))]
     answers = [student.is_async(make_launcher(**each)) for each in shuffled]
-    check.equal(answers, [not each.get("wait") for each in shuffled], why=reason)
+    check.equal(answers, [not each.get("wait") or each.get("idle", False) for each in shuffled], why=reason)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -1537,7 +1589,7 @@ for reason, planted in GROUPS:
 #
 # 速度：`n = 64`、`x` 有 4096 个元素时，`run` 的时间不超过 `array_chain` 的三分之一。计时用评分者的时钟，
 # 端到端（从提交到整个设备同步），两边轮流上场；如果参考实现在这台机器上还不到 6 倍，门槛降为它的一半（不低于 1.2 倍）；加速只走完一半路的，给一半分。
-# 内核必须真的一个一个启动 `n` 次：比参考实现快一倍以上，会被当作没有做完。（下一章的 CUDA 图，留到下一章再用。）
+# 内核必须真的一个一个启动 `n` 次：评分时会查，比参考实现快三倍以上，也会被当作没有做完。（下一章的 CUDA 图，留到下一章再用。）
 
 # %% tags=["gpu"]
 MIX_FUNCTION = int(mix.kernel.ptr)  # the CUfunction of mix
@@ -1595,6 +1647,7 @@ check.equal(state_x.read(), reference.mixed(reference.mixed(reference.mixed(ones
 STIR = r'''
 import ctypes
 import gc
+from contextlib import suppress
 from time import sleep
 
 import cupy
@@ -1606,7 +1659,7 @@ extern "C" __global__ void stir(unsigned int *x, unsigned int i, unsigned int si
     if (t >= size) return;
     unsigned int v = x[t];
     v = (v << 7) | (v >> 25);
-    v ^= i * 0x9e3779b9u + size;
+    v ^= i * 0x9e3779b9u + size + gridDim.x * 0x01000193u + blockDim.x;
     v *= 0x85ebca6bu;
     x[t] = v;
 }
@@ -1646,21 +1699,35 @@ def seen_early(run, stream, x):
     early = x.get(stream=other)
     cupy.cuda.runtime.deviceSynchronize()
     return early
+
+
+def recorded(run, stream):
+    """What one run() puts into `stream`, as a graph; None where that cannot be captured."""
+    failure, graph, refused = cupy.cuda.runtime.CUDARuntimeError, None, False
+    stream.begin_capture()
+    try:
+        run()
+    except failure:
+        refused = True
+    finally:
+        with suppress(failure):
+            graph = stream.end_capture()
+    return None if refused else graph
 '''
 
 
 def stirred(x, n):
-    """Return x (numpy uint32) after n rounds of stir."""
+    """Return x (numpy uint32) after n rounds of stir, by just as many blocks of 256 threads as cover x."""
     v = x.copy()
     for i in range(n):
         v = (v << np.uint32(7)) | (v >> np.uint32(25))
-        v ^= np.uint32((i * 0x9E3779B9 + x.size) % 2**32)
+        v ^= np.uint32((i * 0x9E3779B9 + x.size + -(-x.size // 256) * 0x01000193 + 256) % 2**32)
         v *= np.uint32(0x85EBCA6B)
     return v
 
 
 kernel_function = student.define(STIR, "stir_function")()
-first_size, second_size = int(secret.integers(300, 3000)), int(secret.integers(1, 200))
+first_size, second_size = 256 * int(secret.integers(2, 12)), int(secret.integers(1, 200))
 first_n, second_n = int(secret.integers(6, 40)), int(secret.integers(1, 6))
 first_data, second_data = (secret.integers(0, 2**32, size, dtype=np.uint32) for size in (first_size, second_size))
 first_x, second_x = on_gpu(first_data), on_gpu(second_data)
@@ -1669,9 +1736,9 @@ second_run = student.prepare(kernel_function, second_x, second_n)
 check.equal(first_x.read(), first_data, why="prepare 不应当启动任何内核。")
 kept_alive = student.define(STIR, "churn")(first_size)
 first_run.run(1)
-check.equal(first_x.read(), stirred(first_data, first_n), why="换了内核、长度和 n，又过了一会儿才调用 run，结果不对。用的是传进来的 function 吗？打包好的参数有没有一直留着：地址只是整数，留不住 ctypes 对象。")
+check.equal(first_x.read(), stirred(first_data, first_n), why="换了内核、长度和 n，又过了一会儿才调用 run，结果不对。用的是传进来的 function 吗？block 数是不是刚好盖住 x？打包好的参数有没有一直留着：地址只是整数，留不住 ctypes 对象。")
 second_run.run(2)
-check.equal(second_x.read(), stirred(stirred(second_data, second_n), second_n), why="先后准备两个 run，第二个的结果不对：它们不应当共用参数。")
+check.equal(second_x.read(), stirred(stirred(second_data, second_n), second_n), why="先后准备两个 run，第二个的结果不对：它们不应当共用参数；它的 x 很小，block 数是不是仍然刚好盖住？")
 fresh = first_x.write(secret.integers(0, 2**32, first_size, dtype=np.uint32))
 first_run.run(3)
 check.equal(first_x.read(), stirred(stirred(stirred(fresh, first_n), first_n), first_n), why="在同一块缓冲里换了新数据，再调用几次 run，结果不对。")
@@ -1679,6 +1746,12 @@ before_run = first_x.read()
 early = student.define(STIR, "seen_early")(first_run, student.value("stream"), first_x)
 check.equal(early, before_run, why="stream 前面还有没做完的工作，x 却已经变了：启动没有放进 stream，或者 run 里等待了。")
 check.equal(first_x.read(), stirred(before_run, first_n), why="排在 stream 里的 run 最后应当照常做完。")
+launches = student.define(STIR, "recorded")(first_run, student.value("stream"))
+check.that(launches is not None, why="让 stream 处于捕获状态，再调用 run，就出错了：run 里是不是等待了 GPU，或者做了启动以外的事？")
+check.nodes(launches, kernels=first_n, total=first_n, edges=first_n - 1, why="run() 每次应当正好往 stream 里逐个启动 n 次内核，别的什么也不放。用 CUDA 图重放不算：那是下一章的办法。")
+before_run = first_x.read()
+launches.run(1)
+check.equal(first_x.read(), stirred(before_run, first_n), why="run() 放进 stream 的那 n 次启动，做出来的结果不对。")
 ### END HIDDEN TESTS
 
 # %% test="prepare_speed" kind="speedup" points=2 tags=["gpu"]
@@ -1691,6 +1764,7 @@ check.speedup(
     best=reference.prepare(reference.value("MIX_FUNCTION"), speed_z, 64),
     state=(speed_x, speed_z),
     at_least=3.0,
+    ceiling=4.0,  # most of the time is Python's: who calls the driver by a shorter way may well be twice as fast
     why="还不够快。每次启动之前，是不是又重新打包了参数、换算了句柄，或者在 run 里同步了？",
 )
 ### BEGIN HIDDEN TESTS
@@ -1700,14 +1774,36 @@ candidate.run(runs)
 for _ in range(runs):
     again = reference.mixed(again, 64)
 check.equal(speed_x.read(), again, why="计时以后换一份数据再运行，结果不对：快，但没有做完该做的工作。")
+RECORDED = """
+def recorded(run, stream):
+    import contextlib
+    import cupy
+    failure, graph, refused = cupy.cuda.runtime.CUDARuntimeError, None, False
+    stream.begin_capture()
+    try:
+        run()
+    except failure:
+        refused = True
+    finally:
+        with contextlib.suppress(failure):
+            graph = stream.end_capture()
+    return None if refused else graph
+"""
+launches = student.define(RECORDED, "recorded")(candidate, student.value("stream"))
+check.that(launches is not None, why="让 stream 处于捕获状态，再调用计过时的 run，就出错了：它是不是等待了 GPU，或者做了启动以外的事？")
+check.nodes(launches, kernels=64, total=64, edges=63, why="计过时的 run，没有正好往 stream 里逐个启动 64 次内核。用 CUDA 图重放，或把几次启动合成一次，都不算。")
+launches.run(1)
+check.equal(speed_x.read(), reference.mixed(again, 64), why="计过时的 run 放进 stream 的那 64 次启动，做出来的结果不对。")
 ### END HIDDEN TESTS
 
 # %% [markdown] tags=["instructor"]
 # 给教师：
 #
-# - 练习二的空转长度放在评分者的显存里，由内核自己去读，`work` 的 Python 一侧看不到；加倍时改的也只是显存。调用次数由 GPU 数。
-# - 练习三的判据不依赖时间长短：`fill_gpu` 坐满所有 SM，`launch` 的内核在 100 ms 内无法开始；只堵一条流、只看当前流、只比较时间的写法，各有一组暗题会揭穿。
-# - 练习四按整数句柄传内核，逼着用 `cuLaunchKernel`。门槛由“参考实现的一半”封顶，所以分不出“每次打包”和“事先打包”；
+# - 练习二的空转长度放在评分者的显存里，由内核自己去读，`work` 的 Python 一侧看不到；加倍时改的也只是显存。调用次数由 GPU 数；
+#   最后一题让每次比前一次短一步，中位数因此说出自己是几次的中位数，预热很多次、只量几次的写法就露馅了。
+# - 练习三的判据不依赖时间长短：`fill_gpu` 坐满所有 SM，`launch` 的内核在 100 ms 内无法开始；只堵一条流、只堵一小会儿、只看当前流、只比较时间，
+#   以及不运行、只去看函数里写了什么的写法，各有一组暗题会揭穿。
+# - 练习四按整数句柄传内核，逼着用 `cuLaunchKernel`；暗题的内核把 block 数也算进结果，`run` 放进 `stream` 的节点用捕获来数，图的重放不算。门槛由“参考实现的一半”封顶，所以分不出“每次打包”和“事先打包”；
 #   保管参数的要求由正确性暗题检查：`churn` 用指向诱饵数组的参数占住被回收的内存，忘了保管的写法会改错数组，而不会弄坏进程。
 
 # %% [markdown]

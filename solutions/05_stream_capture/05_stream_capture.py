@@ -1402,6 +1402,7 @@ log = [begun, launched, ("cudaStreamEndCapture", 904, 0), begun, launched, done]
 check.equal(student.first_breakers(log), [(2, 904), None], why="第一次捕获一直进行中，结束时才返回 904，作废于结束的那一条；第二次捕获平安。")
 ### BEGIN HIDDEN TESTS
 NAMES = ["cudaLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaEventRecord", "cudaStreamWaitEvent"]
+STARTS, ENDS = ["cudaStreamBeginCapture", "cuStreamBeginCapture_v2", "stream.begin_capture()"], ["cudaStreamEndCapture", "cuStreamEndCapture", "stream.end_capture()"]
 
 
 def some(code, status, most, least=0):
@@ -1415,27 +1416,39 @@ def one_of(*codes):
 
 def live():
     """A stretch of an open capture, with errors that do not harm it."""
-    return some(0, 1, 4, 1) + [(str(secret.choice(NAMES)), one_of(1, 2, 600, 900), 1) for _ in range(int(secret.integers(0, 3)))] + some(0, 1, 2)
+    harmless = [(str(secret.choice([*NAMES, *STARTS, *ENDS])), one_of(1, 2, 401, 600, 900, 908), 1) for _ in range(int(secret.integers(0, 3)))]
+    return some(0, 1, 4, 1) + harmless + some(0, 1, 2)
+
+
+def start(status=1, code=0):
+    return (str(secret.choice(STARTS)), code, status)
+
+
+def end(code):
+    return (str(secret.choice(ENDS)), code, 0)
 
 
 def drawn(kind):
     """Records of one capture of a kind, and the offset and code of its answer (None if it was not broken)."""
-    opening = [begun, *live()]
+    opening = [start(), *live()]
     at = len(opening)
     wreck = some(901, 2, 3) + [("cudaStreamSynchronize", 900, 2)] * int(secret.integers(0, 2)) + some(901, 2, 2)
-    tail = [("cudaStreamEndCapture", 901, 0)]
+    tail = [end(one_of(901, 901, 901, 900, 904))]
     if kind == "well":
-        return [*opening, done], None
+        return [*opening, end(0)], None
     if kind == "refused":
-        code = one_of(900, 902, 903, 905, 906, 907)
+        code = one_of(900, 902, 903, 904, 905, 906, 907, 908)
         return [*opening, ("cudaCall", code, 2), *wreck, *tail], (at, code)
     if kind == "elsewhere":
         return [*opening, ("cudaCall", one_of(0, 901), 2), *wreck, *tail], (at, 0)
     if kind == "unrelated":
         return [*opening, ("cudaEventQuery", one_of(1, 2, 600), 2), *wreck, *tail], (at, 0)
     if kind == "at the end":
-        return [*opening, ("cudaStreamEndCapture", 904, 0)], (at, 904)
-    return [*opening, ("cudaStreamEndCapture", 901, 0)], (at, 0)  # found out only at the end
+        return [*opening, end(904)], (at, 904)
+    if kind == "at once":  # the record that opens it shows it broken
+        code = one_of(0, 901, 906)
+        return [start(2, code), *wreck, *tail], (0, code if code == 906 else 0)
+    return [*opening, end(901)], (at, 0)  # found out only at the end
 
 
 def between():
@@ -1461,6 +1474,16 @@ for kinds_drawn, reason in (
 ):
     logs = [whole(order) for order in kinds_drawn]
     check.equal([student.first_breakers(records) for records, _ in logs], [answer for _, answer in logs], why=reason)
+logs, answers = [], []
+for code, blamed in ((1, 0), (899, 0), (900, 900), (902, 902), (908, 908), (909, 0), (910, 0), (999, 0)):
+    for last in ([("cudaCall", code, 2), end(901)], [end(code)]):  # broken midway, or found out at the end
+        records, answer = whole(["well"])
+        opening = [start(), *live()]
+        logs.append([*records, *opening, *last])
+        answers.append([*answer, (len(records) + len(opening), blamed)])
+check.equal([student.first_breakers(records) for records in logs], answers, why="作废的那一条返回各种码时，有算错的。只有 900～908 之间、又不是 901 的码才是凶手的码；两头的码和这个范围以外的码都试一试，结束时才发现的也一样。")
+logs = [whole(order) for order in (["at once"], ["at once", "well"], ["well", "at once", "refused"]) for _ in range(3)]
+check.equal([student.first_breakers(records) for records, _ in logs], [answer for _, answer in logs], why="开始捕获的那一条，自己的状态就可能已经是 2：它既开始这次捕获，也是作废的那一条。")
 records, answer = whole(["well", "refused"])
 cut = [*records, begun, *live()]
 check.equal(student.first_breakers(cut), [*answer, None], why="记录在捕获进行中断掉时，最后那次捕获也要有一项：还没有作废，是 None。")
@@ -1789,7 +1812,14 @@ check.equal(x.read(), data, why="fixed_waits：捕获完成后 x 就变了，有
 graph.run(1)
 check.equal(x.read(), reference.mixed(data, 2, first=1), why="fixed_waits：重放的结果不对。先 mix(x, 1)，再 mix(x, 2)。")
 graph, progress = student.guarded(student.value("fixed_polls"), x)
-check.equal(progress, [1, 1, 1, 1], why="fixed_polls：progress 应当是四个 1，每次启动之后捕获都还在进行。")
+
+
+def counted(told):
+    """A list of numbers, in which True and False are 1 and 0; what is no list stays."""
+    return [int(each) if isinstance(each, bool) else each for each in told] if isinstance(told, list) else told
+
+
+check.equal(counted(progress), [1, 1, 1, 1], why="fixed_polls：progress 应当是四个 1，每次启动之后捕获都还在进行。")
 check.nodes(graph, kernels=4, total=4, edges=3, why="fixed_polls：图里应当是四个内核连成的一条链。")
 ### BEGIN HIDDEN TESTS
 for name, n, first in (("fixed_waits", 2, 1), ("fixed_polls", 4, 0)):
@@ -1798,16 +1828,52 @@ for name, n, first in (("fixed_waits", 2, 1), ("fixed_polls", 4, 0)):
     graph = student.guarded(student.value(name), x)
     if name == "fixed_polls":
         graph, progress = graph
-        check.equal(progress, [1, 1, 1, 1], why="fixed_polls：progress 应当是四个 1。")
+        check.equal(counted(progress), [1, 1, 1, 1], why="fixed_polls：progress 应当是四个 1。")
     check.nodes(graph, kernels=n, total=n, edges=n - 1, why=f"{name}：换一块缓冲再捕获，图的结构就不对了。")
     check.equal(x.read(), data, why=f"{name}：捕获不应当执行任何内核，可是 x 已经变了。")
     for _ in range(2):
         data = x.write(secret.integers(0, 2**32, data.size, dtype=np.uint32))
         runs = int(secret.integers(2, 9))
-        graph.run(runs)
+        graph.instantiate().run(runs)
         for _ in range(runs):
             data = reference.mixed(data, n, first=first)
         check.equal(x.read(), data, why=f"{name}：在同一块缓冲里换了新数据，重放的结果不对。内核的序号和先后对吗？")
+# The capture is away for a while between two launches: what is told without asking stays 1.
+MIDWAY = """
+def midway(guarded, function, x, at):
+    \"\"\"Call function(x); its capture is over after launch `at`, and begun anew before the next: [progress, launches seen].\"\"\"
+    import cupy
+    from cuda.bindings import runtime
+
+    names = getattr(function, "__globals__", {})
+    launch, seen, parts = names.get("launch_mix"), [], []
+
+    def watched(*args, **kwargs):
+        queue = cupy.cuda.get_current_stream().ptr
+        if len(seen) == at + 1 and parts:
+            runtime.cudaStreamBeginCapture(queue, runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed)
+        launch(*args, **kwargs)
+        if len(seen) == at:
+            error, part = runtime.cudaStreamEndCapture(queue)
+            if not int(error):
+                parts.append(part)
+                runtime.cudaGraphDestroy(part)
+            runtime.cudaGetLastError()
+        seen.append(queue)
+
+    if launch is None:
+        return [[], 0]
+    names["launch_mix"] = watched
+    try:
+        _, progress = guarded(function, x)
+    finally:
+        names["launch_mix"] = launch
+    return [progress, len(seen) if parts else 0]
+"""
+at = int(secret.integers(0, 3))
+progress, seen = student.define(MIDWAY, "midway")(student.value("guarded"), student.value("fixed_polls"), x, at)
+if seen == 4:  # whoever launches in another way cannot be asked so
+    check.equal(counted(progress), [int(i != at) for i in range(4)], why="fixed_polls：捕获在中途结束过，progress 里却没有一个 0（或者 0 的位置不对）。progress 是每次启动之后真的问出来的吗？")
 ### END HIDDEN TESTS
 
 # %% test="repair_streams" kind="structure" points=1 tags=["gpu"]
@@ -1832,7 +1898,7 @@ check.equal([x.read(), y.read()], [data, more], why="fixed_clears：捕获不应
 for _ in range(2):
     data, more = x.write(secret.integers(0, 2**32, size, dtype=np.uint32)), y.write(secret.integers(0, 2**32, size, dtype=np.uint32))
     runs = int(secret.integers(2, 9))
-    graph.run(runs)
+    graph.instantiate().run(runs)
     for _ in range(runs):
         data, more = more, reference.mixed(more, 1, first=3)
     check.equal([x.read(), y.read()], [data, more], why="fixed_clears：换了新数据，重放的结果不对。清零的是整个 x 吗？")
@@ -1844,7 +1910,7 @@ check.equal([x.read(), y.read()], [data, more], why="fixed_forgets：捕获不�
 for _ in range(2):
     data, more = x.write(secret.integers(0, 2**32, size, dtype=np.uint32)), y.write(secret.integers(0, 2**32, size, dtype=np.uint32))
     runs = int(secret.integers(2, 9))
-    graph.run(runs)
+    graph.instantiate().run(runs)
     for _ in range(runs):
         data = reference.mixed(data, 1, first=4)
         more = more ^ data
@@ -1861,18 +1927,23 @@ check.equal([x.read(), y.read()], [reference.mixed(data, 1, first=1), reference.
 # The preparation of y starts late: whoever does not wait for it, launches too early.
 LATE = """
 def late(guarded, function, launch_spin, side, stream, x, y):
+    import time
     with side:
         launch_spin(30_000)
     graph = guarded(function, x, y)
+    time.sleep(0.001)
+    early = int(stream.done and not side.done)  # in this order: side was busy still when stream was idle
     graph.launch(stream)
     stream.synchronize()
     side.synchronize()
-    return graph
+    return graph, early
 """
+EARLY = "fixed_feeds：side 还忙着，stream 却已经空闲，可以启动图了。y 是在 side 上准备的吗？stream 等它了吗？"
 late = student.define(LATE, "late")
 given = [student.value("guarded"), student.value("fixed_feeds"), student.value("launch_spin"), student.value("side"), student.value("stream")]
 x, y = on_gpu(data), on_gpu(more)
-graph = late(*given, x, y)
+graph, early = late(*given, x, y)
+check.equal(early, 0, why=EARLY)
 check.nodes(graph, kernels=2, total=2, edges=1, why="fixed_feeds：图里应当只有 x ^= y 和 mix(x, 6) 两个内核。准备 y 不应当进图。")
 check.equal(y.read(), reference.mixed(more, 1, first=5), why="fixed_feeds：y 应当正好准备一次：在捕获之外做 mix(y, 5)。")
 want = reference.mixed(data ^ reference.mixed(more, 1, first=5), 1, first=6)
@@ -1887,20 +1958,21 @@ check.equal([x.read(), y.read()], [data, more], why="fixed_forks：捕获不应�
 for _ in range(2):
     data, more = x.write(secret.integers(0, 2**32, size, dtype=np.uint32)), y.write(secret.integers(0, 2**32, size, dtype=np.uint32))
     runs = int(secret.integers(2, 9))
-    graph.run(runs)
+    graph.instantiate().run(runs)
     for _ in range(runs):
         data, more = reference.mixed(data, 1, first=1), reference.mixed(more, 1, first=2)
     check.equal([x.read(), y.read()], [data, more], why="fixed_forks：换了新数据，重放的结果不对。两个分支每次都做了吗？")
 data, more = (secret.integers(0, 2**32, size, dtype=np.uint32) for _ in range(2))
 x, y = on_gpu(data), on_gpu(more)
-graph = late(*given, x, y)
+graph, early = late(*given, x, y)
+check.equal(early, 0, why=EARLY)
 check.nodes(graph, kernels=2, total=2, edges=1, why="fixed_feeds：换一块缓冲再捕获，图的结构就不对了。")
 more = reference.mixed(more, 1, first=5)
 data = reference.mixed(data ^ more, 1, first=6)
 check.equal([x.read(), y.read()], [data, more], why="fixed_feeds：准备得慢的时候，第一次重放的结果不对。")
 more = y.write(secret.integers(0, 2**32, size, dtype=np.uint32))
 runs = int(secret.integers(2, 9))
-graph.run(runs)
+graph.instantiate().run(runs)
 for _ in range(runs):
     data = reference.mixed(data ^ more, 1, first=6)
 check.equal([x.read(), y.read()], [data, more], why="fixed_feeds：y 里换了新数据，重放的结果不对。图应当读 y 的地址，并且不再改写 y。")
@@ -1945,6 +2017,9 @@ data, more = (secret.integers(0, 2**32, size, dtype=np.uint32) for _ in range(2)
 x, y = on_gpu(data), on_gpu(more)
 first, second = student.guarded(student.value("fixed_nests"), x, y)
 check.equal([x.read(), y.read()], [data, more], why="fixed_nests：捕获不应当执行任何内核，可是 x 或 y 已经变了。")
+check.nodes(first, kernels=1, total=1, why="fixed_nests：换一块缓冲再捕获，第一张图的结构就不对了。")
+check.nodes(second, kernels=1, total=1, why="fixed_nests：换一块缓冲再捕获，第二张图的结构就不对了。")
+first, second = first.instantiate(), second.instantiate()
 for _ in range(int(secret.integers(3, 6))):
     runs = int(secret.integers(1, 5))
     first.run(runs)
@@ -1960,7 +2035,7 @@ check.equal(told, [1, 1, 0], why="fixed_helper：work 应当在捕获进行中�
 check.nodes(graph, kernels=2, total=2, edges=1, why="fixed_helper：换一块缓冲再捕获，图的结构就不对了。")
 check.equal(x.read(), data, why="fixed_helper：捕获不应当执行任何内核，可是 x 已经变了。")
 runs = int(secret.integers(2, 9))
-graph.run(runs)
+graph.instantiate().run(runs)
 for _ in range(runs):
     data = reference.mixed(data, 2, first=1)
 check.equal(x.read(), data, why="fixed_helper：重放的结果不对。先 mix(x, 1)，再 mix(x, 2)。")
@@ -2131,7 +2206,7 @@ graph, facts = student.guarded(use("well"), capturing_, student.value("side"), l
 check.equal(facts, [1, 1, 1, 1], why="换一条流捕获，就有做不到的了。用的是传进来的 stream 吗，还是写死了全局的那条？")
 check.nodes(graph, kernels=n, total=n, edges=n - 1, why="换一条流捕获，图的结构就不对了。")
 runs = int(secret.integers(2, 9))
-graph.run(runs)
+graph.instantiate().run(runs)
 for _ in range(runs):
     data = reference.mixed(data, n)
 check.equal(x.read(), data, why="换一条流捕获，重放的结果不对。")
@@ -2288,22 +2363,26 @@ class Planned(Exception):
 
 
 def refused_twice(capturing, stream, side, launch, x):
-    \"\"\"Begin on a stream that captures already: [the second one fails, the first one is not ended by it].\"\"\"
-    failed = status = 0
+    \"\"\"Begin on a stream that captures already: [the second one fails, the first one is not ended by it, last error 0, current stream].\"\"\"
+    failed = status = clean = restored = 0
     try:
         with capturing(stream, RELAXED):
             launch(x, 1)
-            try:
-                with capturing(stream, RELAXED):
-                    launch(x, 2)
-            except Exception:
-                failed = 1
+            with side:
+                runtime.cudaGetLastError()
+                try:
+                    with capturing(stream, RELAXED):
+                        launch(x, 2)
+                except Exception:
+                    failed = 1
+                clean = int(int(runtime.cudaPeekAtLastError()[0]) == 0)
+                restored = int(cupy.cuda.get_current_stream().ptr == side.ptr)
             status = int(runtime.cudaStreamIsCapturing(stream.ptr)[1])
     except NotImplementedError:
         raise
     except Exception:
         pass
-    return [failed, int(status != 0)]
+    return [failed, int(status != 0), clean, restored]
 
 
 def beside(capturing, stream, side, launch, x):
@@ -2396,7 +2475,7 @@ use = student.define(LEFTOVERS, "use")
 given = [student.value(name) for name in ("guarded", "capturing", "stream", "side", "launch_mix")]
 x = on_gpu(np.arange(1000, dtype=np.uint32))
 told = given[0](use("refused_twice"), *given[1:], x)
-check.equal(told, [1, 1], why="在已经捕获的流上再进入一次 capturing：里面那次应当失败（1），并且不能结束外面那次捕获（1）。开始失败时，捕获是谁的？")
+check.equal(told, [1, 1, 1, 1], why="在已经捕获的流上再进入一次 capturing，四个数依次是：里面那次失败了、没有结束外面那次捕获、last error 是 0、当前流恢复原样；为 0 的那一项没有做到。开始失败时，捕获是谁的？last error 取走了吗？")
 ### BEGIN HIDDEN TESTS
 told = given[0](use("beside"), *given[1:], x)
 check.equal(told, [1, 1], why="别的流上正在进行另一次捕获时，capturing 的失败把它也收拾掉了。只结束自己开始的那一次。")
@@ -2493,6 +2572,26 @@ def tenants(stream, size):
     cupy.cuda.runtime.deviceSynchronize()
     return pattern
 """
+SIZES = """
+def sizes(graph):
+    \"\"\"Bytes that each allocation node of a graph asks for; [] where the driver does not tell.\"\"\"
+    from cuda.bindings import runtime
+    from launchlab.exam.agent import definition
+    graph, asked = definition(graph), []
+    count = runtime.cudaGraphGetNodes(graph, 0)[-1]
+    for node in list(runtime.cudaGraphGetNodes(graph, count)[1])[:count]:
+        if runtime.cudaGraphNodeGetType(node)[1].name.endswith("MemAlloc"):
+            error, params = runtime.cudaGraphMemAllocNodeGetParams(node)
+            if int(error):
+                return []
+            asked.append(int(params.bytesize))
+    return asked
+"""
+wide, wide_too = on_gpu(np.zeros(3 << 19, np.uint32)), on_gpu(np.zeros(3 << 19, np.uint32))  # 6 MiB: no rounding hides a factor
+enough = reference.define(SIZES, "sizes")(reference.capture_steps(wide, 2))
+asked = student.define(SIZES, "sizes")(student.guarded(student.value("capture_steps"), wide_too, 2))
+if enough:
+    check.that(len(asked) == 2 and max(enough) <= min(asked) and max(asked) <= max(enough) + 65536, why="图里分配的暂存区和 x 不一样大。cudaMallocAsync 要的是字节数，不是元素个数；x 多大，就要多大。")
 others = student.define(TENANTS, "tenants")(student.value("stream"), size)
 for _ in range(3):
     data = x.write(secret.integers(0, 2**32, size, dtype=np.uint32))
@@ -2508,6 +2607,7 @@ check.equal([other.numpy() for other in others], [np.full(size, 0xA5A5A5A5, np.u
 start = secret.integers(0, 2**32, 4096, dtype=np.uint32)
 x, y, z = on_gpu(start), on_gpu(start), on_gpu(start)
 replay, best = student.guarded(student.value("capture_steps"), x, 50), reference.capture_steps(z, 50)
+check.nodes(replay, allocs=50, kernels=100, frees=50, total=200, why="n = 50 时应当是 50 个分配、100 个内核、50 个释放：计时的也要是这样的图，暂存区由图自己分配、自己释放。")
 check.speedup(
     replay,
     over=partial(reference.eager_steps, y, 50),

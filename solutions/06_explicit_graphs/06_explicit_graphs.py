@@ -993,7 +993,7 @@ lab.say(lab.table(("每个内核", "一条链 µs", "4 条并排 µs", "快几�
 #
 # - 建图不能改变 `x`；正好 6 个节点、6 条边；
 # - 每次启动都在 `x` **当时**的内容上继续，别人可能在两次启动之间改写 `x`；
-# - 函数返回以后，图仍然能用：两块缓冲不能被回收（`x` 由调用的人保管）。
+# - 函数返回以后，图仍然能用：两块缓冲不能被回收（`x` 由调用的人保管）；图没有人要了，缓冲也就还给内存池。
 #
 # 给定的 `diamond` 是 NumPy 版的正确答案。
 
@@ -1068,6 +1068,75 @@ def edge_kinds(built):
 """
 wanted_edges = [["Kernel", "Kernel"]] * 3 + [["Kernel", "Memcpy"], ["Memcpy", "Kernel"], ["Memset", "Kernel"]]
 check.equal(student.define(EDGES, "edge_kinds")(made), wanted_edges, why="边的条数对，连的节点不对。表格里谁等拷贝，谁等 memset，谁等两个内核？")
+# Which node waits for which, by the names of nodes and of their neighbours; and how many bytes are copied and set.
+WIRING = r"""
+import re
+import tempfile
+from pathlib import Path
+
+from cuda.bindings import runtime
+from launchlab.exam.agent import definition
+
+
+def wiring(built):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "graph.dot")
+        if int(runtime.cudaGraphDebugDotPrint(definition(built), str(path).encode(), 0)[0]):
+            return []
+        text = path.read_text()
+    names = dict(re.findall(r'"(\w+)"\[.*?label="\d+\n(.*)\n', text))
+    edges = re.findall(r'"(\w+)" -> "(\w+)"', text)
+
+    def told(node):
+        waits = sorted(names.get(tail, "") for tail, head in edges if head == node)
+        return [names.get(node, ""), waits, sorted(names.get(head, "") for tail, head in edges if tail == node)]
+
+    return sorted([told(tail), told(head)] for tail, head in edges)
+
+
+def extents(built):
+    # Bytes that the memset node sets and the copy node copies; 0 where the driver does not tell.
+    graph, found = definition(built), {}
+    count = runtime.cudaGraphGetNodes(graph, 0)[-1]
+    for node in list(runtime.cudaGraphGetNodes(graph, count)[1])[:count]:
+        kind = runtime.cudaGraphNodeGetType(node)[1].name.removeprefix("cudaGraphNodeType")
+        if kind == "Memset":
+            error, params = runtime.cudaGraphMemsetNodeGetParams(node)
+            if not int(error):
+                found[kind] = int(params.elementSize) * int(params.width) * max(1, int(params.height))
+        if kind == "Memcpy":
+            error, params = runtime.cudaGraphMemcpyNodeGetParams(node)
+            if not int(error):
+                found[kind] = int(params.extent.width) * max(1, int(params.extent.height)) * max(1, int(params.extent.depth))
+    return [found.get("Memset", 0), found.get("Memcpy", 0)]
+
+
+def hoarded(build, x):
+    # Bytes of CuPy's pool that five graphs leave in use when nobody holds them any more.
+    import gc
+    import cupy
+
+    def some(count):
+        for _ in range(count):
+            build(x, 2, 7)
+        gc.collect()
+        return cupy.get_default_memory_pool().used_bytes()
+
+    before = some(1)
+    return some(5) - before
+
+
+def use(name):
+    return {"wiring": wiring, "extents": extents, "hoarded": hoarded}[name]
+"""
+theirs, ours = student.define(WIRING, "use"), reference.define(WIRING, "use")
+yardstick = on_gpu(given)
+reference_made = reference.build_diamond(yardstick, 3, 77)
+wired, bytes_moved = ours("wiring")(reference_made), ours("extents")(reference_made)
+if len(wired) == 6:
+    check.equal(theirs("wiring")(made), wired, why="边的条数对，连的节点不对。请逐行对照表格的“等谁”：D 等的是拷贝，E 等的是 A 和 memset，F 等的是 D 和 E。")
+check.equal(theirs("extents")(made), bytes_moved, why="拷贝或 memset 动的不是正好一块缓冲：少了会漏，多了会写坏后面的内存。memset 的 width 数的是元素，拷贝数的是字节。")
+check.that(theirs("hoarded")(student.value("build_diamond"), buffer) < 5 * 4000, why="图已经没有人要了，left 和 right 却还占着。缓冲归图所有：交给 BuiltGraph 保管，图走了它们就走，别另外存在全局的地方。")
 # Whoever frees left or right lets the pool hand their memory to these arrays.
 TENANTS = """
 def tenants(stream, size):
@@ -1088,7 +1157,7 @@ others = student.define(TENANTS, "tenants")(student.value("stream"), size)
 for _ in range(3):
     given = buffer.write(secret.integers(0, 2**32, size, dtype=np.uint32))
     times = int(secret.integers(1, 6))
-    made.run(times)
+    made.instantiate().run(times)
     for _ in range(times):
         given = reference.diamond(given, rounds, fill)
     check.equal(buffer.read(), given, why="换了尺寸、轮数、填充值和数据，结果不对。有没有把哪个数写死，或者在建图时就读了 x 的内容？left 和 right 还有人保管吗？")
@@ -1189,6 +1258,31 @@ def relaunch(built, stream):
     runtime.cudaStreamSynchronize(stream.ptr)
     runtime.cudaGraphExecDestroy(executable)
 """
+# What lies in the two child graphs: kernels and edges of each.
+INSIDE = """
+def inside(built):
+    from cuda.bindings import runtime
+    from launchlab.exam.agent import definition, describe_graph
+    graph, found = definition(built), []
+    count = runtime.cudaGraphGetNodes(graph, 0)[-1]
+    for node in list(runtime.cudaGraphGetNodes(graph, count)[1])[:count]:
+        told = describe_graph(runtime.cudaGraphChildGraphNodeGetGraph(node)[1])
+        found.append([len(told["kinds"]), told["kinds"].count("Kernel"), len(told["edges"])])
+    return found
+"""
+# A body of one node, and one of many, whose indices go on from node to node: one call of mixed says what it does.
+for count in (1, int(secret.integers(150, 250))):
+    size, shift, start = int(secret.integers(2000, 9000)), int(secret.integers(3000, 9000)), int(secret.integers(0, 1000))
+    lengths = [int(rounds) for rounds in secret.integers(1, 4, count)]
+    given = secret.integers(0, 2**32, size, dtype=np.uint32)
+    buffer = on_gpu(given)
+    body = student.chain_of(buffer, [(start + sum(lengths[:i]), rounds) for i, rounds in enumerate(lengths)])
+    twice = student.build_twice(body, shift)
+    check.equal(student.define(INSIDE, "inside")(twice), [[count, count, count - 1]] * 2, why="两个子图节点里应当各是一份完整的 body：节点和边都和它一样多。body 只有一个节点，或者有上百个，也是一样。")
+    twice.instantiate().run(1)
+    for first in (start, start + shift):
+        given = reference.mixed(given, sum(lengths), first)
+    check.equal(buffer.read(), given, why="body 只有一个节点，或者有上百个节点时，结果不对。节点的个数是从图里读的吗？")
 for _ in range(2):
     size, shift = int(secret.integers(2000, 9000)), int(secret.integers(3000, 9000))
     steps = [(int(first), int(secret.integers(1, 9))) for first in secret.permutation(1000)[: secret.integers(3, 9)]]
@@ -1198,7 +1292,7 @@ for _ in range(2):
     twice = student.build_twice(body, shift)
     check.nodes(twice, children=2, total=2, edges=1, why="换一个 body，父图的结构就不对了。")
     times = int(secret.integers(2, 6))
-    twice.run(times)
+    twice.instantiate().run(times)
     for _ in range(times):
         for extra in (0, shift):
             for first, rounds in steps:
@@ -1503,7 +1597,7 @@ for _ in range(3):
     n_edges = len(listed) - len(set(owners.tolist()))
     check.nodes(tasked, kernels=len(listed), total=len(listed), edges=n_edges, why="换一份清单，节点或边的数目就不对了。每一片的第一个任务谁也不等，以后的每个任务正好等一个。")
     times = int(secret.integers(2, 5))
-    tasked.run(times)
+    tasked.instantiate().run(times)
     for _ in range(times):
         given = reference.after_tasks(given, listed)
     check.equal(buffer.read(), given, why="换了清单和数据，结果不对。任务等的是不是自己这一片最近的那个节点？")
@@ -1532,8 +1626,9 @@ check.equal(buffer.read(), reference.after_tasks(given, listed), why="计时以�
 
 # %% [markdown] tags=["instructor"]
 # 给教师：四道练习都用新数据、未公布的尺寸和次数来验证，状态是 uint32 的搅拌，漏做、多做、换序都会露馅。
-# 练习一另外核对每条边连的是哪两种节点，并在启动前向内存池要几块同样大小的缓冲，看图有没有写坏它们。
-# 练习二用重新实例化检查 `body` 的定义没有被改：“先加一次、改 `body`、再加一次”能得到正确的结果，但改了别人的东西。
+# 练习一另外核对每条边连的是哪两个节点、拷贝和 memset 各动多少字节、图走了以后缓冲还了没有，
+# 并在启动前向内存池要几块同样大小的缓冲，看图有没有写坏它们。
+# 练习二看两个子图里各有几个节点，也用一个节点和上百个节点的 `body`；用重新实例化检查 `body` 的定义没有被改：“先加一次、改 `body`、再加一次”能得到正确的结果，但改了别人的东西。
 # 练习三的隐藏 DOT 由程序生成：编号随机、图号随机，有一万多个节点的链（递归会溢出）和一串菱形（路径有 2 的 200 次方条）。
 # 练习四把 48 个节点连成一条链也能得到正确的结果，但加速约为 1，得不到分。
 

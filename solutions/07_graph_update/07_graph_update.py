@@ -1343,6 +1343,49 @@ now[1] = reference.served(now[1], now[2], stamp, n)
 check.equal(b.read(), now[1], why="什么都不用搬的时候，图却变了。")
 for buffer, expected in ((a, now[0]), (c, now[2]), (d, now[3]), (idle, now[4])):
     check.equal(buffer.read(), expected, why="搬走以后，有一块不该再碰的数组变了。")
+# Chains of any kernels known to LAYOUT, in any order, with grids, blocks and sizes of their own.
+PLANTED = """
+def planted(capture, kernels, steps):
+    import numpy as np
+
+    def work():
+        for name, x, source, scalar, size, blocks, threads in steps:
+            second = source if name == "absorb" else np.uint32(scalar)
+            kernels[name]((blocks,), (threads,), (x, second, np.uint32(size)))
+    return capture(work)
+
+
+def wound(capture, kernels, x):
+    \"\"\"Never to be launched: how long the first node spins, an integer of 64 bits, is the number of an address.\"\"\"
+    import numpy as np
+
+    def work():
+        kernels["spin"]((1,), (1,), (np.uint64(x.data.ptr),))
+        kernels["mix"]((4,), (256,), (x, np.uint32(1), np.uint32(x.size)))
+    return capture(work)
+"""
+steps = []
+for number in range(9):
+    at, source = (int(each) for each in secret.permutation(3)[:2])
+    name = ("mix", "twist", "absorb")[number % 3 if number < 6 else int(secret.integers(3))]
+    steps.append([name, at, source, int(secret.integers(2**32)), int(secret.integers(size // 2, size)), int(secret.integers(2, 8)), 64 * int(secret.integers(1, 9))])
+steps = [steps[int(place)] for place in secret.permutation(len(steps))]
+now = [each.write(secret.integers(0, 2**32, size, dtype=np.uint32)) for each in (a, b, c, d)]
+kernels = {name: student.value(name) for name in ("mix", "twist", "absorb", "spin")}
+graph = student.define(PLANTED, "planted")(student.value("capture"), kernels, [[name, (a, b, c)[at], (a, b, c)[source], *rest] for name, at, source, *rest in steps])
+touched = sum(at < 2 or (name == "absorb" and source < 2) for name, at, source, *_ in steps)
+check.equal(student.retarget(graph, [(a, d), (b, a)]), touched, why="链上有 LAYOUT 里别的内核，次序也不同，改动的节点数不对。每个节点的实参各是什么类型，问 arguments。")
+graph.run(1)
+led = {0: 3, 1: 0, 2: 2}
+for name, at, source, scalar, length, blocks, threads in steps:
+    part = min(length, blocks * threads)
+    old = now[led[at]][:part].copy()
+    new = old ^ now[led[source]][:part] if name == "absorb" else reference.twisted(old, scalar) if name == "twist" else reference.mixed(old, 1, first=scalar)
+    now[led[at]] = np.concatenate([new, now[led[at]][part:]])
+for buffer, expected in zip((a, b, c, d), now, strict=True):
+    check.equal(buffer.read(), expected, why="链上有 LAYOUT 里别的内核，次序、网格、块、大小也各不相同，搬家以后结果不对。函数、网格、块和其余的实参都照抄读到的了吗？")
+graph = student.define(PLANTED, "wound")(student.value("capture"), kernels, a)
+check.equal(student.retarget(graph, [(a, b)]), 1, why="有一个 64 位整数的实参，数值碰巧和旧地址一样：它不是地址（类型不是 ctypes.c_void_p），不能替换。")
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -1397,21 +1440,24 @@ def update_or_rebuild(graph_exec, graph):
 # %% test="update_or_rebuild" kind="structure" points=3 tags=["gpu"]
 WATCH = """
 class Watch:
-    '''Notes what is instantiated (0) and destroyed (its handle) through cuda.bindings while it is on.'''
+    '''Notes what is instantiated (0) and destroyed (its handle) through cuda.bindings while it is on; memory may be short.'''
 
-    def __init__(self):
+    def __init__(self, short=False):
         from cuda.bindings import driver, runtime
-        self.events, self.kept = [], []
+        self.events, self.kept, self.short = [], [], short
+        self.errors = {runtime: runtime.cudaError_t.cudaErrorMemoryAllocation, driver: driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY}
         for module, prefix in ((runtime, "cuda"), (driver, "cu")):
             for name in ("GraphInstantiate", "GraphInstantiateWithFlags", "GraphInstantiateWithParams", "GraphExecDestroy"):
                 original = getattr(module, prefix + name, None)
                 if original is not None:
                     self.kept.append((module, prefix + name, original))
-                    setattr(module, prefix + name, self.noted(original, name == "GraphExecDestroy"))
+                    setattr(module, prefix + name, self.noted(original, name == "GraphExecDestroy", self.errors[module]))
 
-    def noted(self, original, destroys):
+    def noted(self, original, destroys, error):
         def call(*args, **kwargs):
             self.events.append(int(args[0]) if destroys else 0)
+            if self.short and not destroys:
+                return error, None
             return original(*args, **kwargs)
         return call
 
@@ -1489,6 +1535,24 @@ student.run(live)
 data = reference.mixed(data, 3, first=3)
 check.equal(x.read(), data, why="出错以后，旧的那一张应当还能用：在有了新的之前，不要销毁旧的。")
 ### BEGIN HIDDEN TESTS
+def refused(live, graph, short, why):
+    """What is instantiated and destroyed by a call that must raise."""
+    watch = student.define(WATCH, "Watch")(short)
+    try:
+        check.raises("Exception", student.update_or_rebuild, live, graph, why=why)
+    finally:
+        events = watch.off()
+    return events
+
+
+check.equal(refused(live, 0, False, "图句柄无效（0），应当抛出异常。"), [], why="图句柄无效（0）：错误码不是 910，不是拒绝，却去实例化或销毁了。只有 910 才重建，别的错误码直接抛出。")
+noted = refused(live, student.build(mix_chain(1, 2, 3, 4), [x, y]), True, "更新被拒绝，重建时实例化又失败（显存不够）：应当抛出异常。检查实例化的返回码了吗？")
+check.that(not any(noted), why="更新被拒绝，重建时实例化又失败（显存不够）：旧的那一张却被销毁了。有了新的，才能扔旧的。")
+student.run(live)
+data = reference.mixed(data, 3, first=3)
+check.equal(x.read(), data, why="重建中途失败以后，旧的那一张应当还能用。")
+
+
 def replaced(shape, number, **changes):
     """A description with the fields of one node changed."""
     nodes = list(shape["nodes"])
@@ -1655,6 +1719,44 @@ for _ in range(2):
     for source, feed in zip(sources, feeds, strict=True):
         check.equal(source.read(), feed, why="输入数组被改写了：absorb 的两个地址是不是写反了？")
     feeds = [source.write(secret.integers(0, 2**32, size, dtype=np.uint32)) for source in sources]
+# What a request puts into the stream: one graph launch is one node, single launches are many; capturing or waiting there is refused.
+SUBMITTED = """
+def submitted(server, source, stamp, stream):
+    import contextlib
+    import cupy
+    from cuda.bindings import runtime
+    graph, refused = None, False
+    stream.begin_capture()
+    try:
+        server([(source, stamp)])
+    except Exception:
+        refused = True
+    finally:
+        with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):
+            graph = stream.end_capture()
+        runtime.cudaGetLastError()
+    if refused or graph is None:
+        return None
+    return int(runtime.cudaGraphGetNodes(runtime.cudaGraph_t(int(graph.graph)), 0)[-1])
+"""
+state, spare = on_gpu(data), on_gpu(feeds[0])
+trusted = reference.make_server(state, n)
+stamp = int(secret.integers(2**32))
+right = reference.define(SUBMITTED, "submitted")(trusted, spare, stamp, reference.value("stream"))
+check.that(
+    student.define(SUBMITTED, "submitted")(server, sources[0], stamp, student.value("stream")) == right,
+    why="处理一个请求，应当只往 stream 里放一次图启动。你的 server 放进去的不是这样：是不是逐个启动内核，又录了一遍，用了别的流，或者在里面同步了？",
+)
+check.equal(x.read(), data, why="stream 处于捕获状态时处理一个请求，x 却变了：有工作没有放进 stream。")
+other_size, other_n = int(secret.integers(300, 1500)), n + int(secret.integers(1, 5))
+other_data, other_feed = (secret.integers(0, 2**32, other_size, dtype=np.uint32) for _ in range(2))
+y, other_source = on_gpu(other_data), on_gpu(other_feed)
+other_server = student.make_server(y, other_n)
+for own, request in ((server, (sources[1], stamp)), (other_server, (other_source, stamp))):
+    own([request])
+    own.wait()
+check.equal(x.read(), reference.served(data, feeds[1], stamp, n), why="又建了一个大小和 n 都不同的 server 以后，原来的那一个结果不对：它们各有各的图和参数。")
+check.equal(y.read(), reference.served(other_data, other_feed, stamp, other_n), why="两个 server 同时在，后建的那一个结果不对：它们各有各的图和参数。")
 ### END HIDDEN TESTS
 
 # %% test="make_server_speed" kind="speedup" points=2 tags=["gpu"]
@@ -1682,6 +1784,32 @@ server.wait()
 for number, stamp in enumerate(fresh_stamps):
     data = reference.served(data, feeds[number % 3], stamp, 150)
 check.equal(x.read(), data, why="计时以后换一串请求，结果不对：快，但没有做完该做的工作。")
+# A request never seen before, while `stream` is capturing: the graph can only be adapted, not captured anew. How many nodes that makes.
+SUBMITTED = """
+def submitted(server, source, stamp, stream):
+    import contextlib
+    import cupy
+    from cuda.bindings import runtime
+    graph, refused = None, False
+    stream.begin_capture()
+    try:
+        server([(source, stamp)])
+    except Exception:
+        refused = True
+    finally:
+        with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):
+            graph = stream.end_capture()
+        runtime.cudaGetLastError()
+    if refused or graph is None:
+        return None
+    return int(runtime.cudaGraphGetNodes(runtime.cudaGraph_t(int(graph.graph)), 0)[-1])
+"""
+stamp = int(secret.integers(2**32))
+right = reference.define(SUBMITTED, "submitted")(best, theirs[0], stamp, reference.value("stream"))
+check.that(
+    student.define(SUBMITTED, "submitted")(server, own[0], stamp, student.value("stream")) == right,
+    why="没有见过的请求来了，应当只改节点参数，再往 stream 里放一次图启动。你的 server 放进去的不是这样：是不是给每个请求各存了一张图，或者又录了一遍？",
+)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -1846,8 +1974,10 @@ def spoiled(graph, how):
         free = [[a, b] for b in range(1, n) for a in range(b) if (a, b) not in taken]
         return (new | {"edges": [*new["edges"][1:], free[int(secret.integers(len(free)))]]} if free else new | {"edges": new["edges"][1:]}), "TopologyChanged"
     if how == "kind":
-        number = some(new, lambda node: node["kind"] == "Kernel")
-        new["nodes"][number] = any_copy() if secret.integers(2) else any_fill(1)
+        number = int(secret.integers(len(new["nodes"])))
+        others = {"Kernel": any_kernel, "Memcpy": any_copy, "Memset": partial(any_fill, int(secret.integers(1, 3)))}
+        del others[new["nodes"][number]["kind"]]
+        new["nodes"][number] = list(others.values())[int(secret.integers(2))]()
         return new, "NodeTypeChanged"
     if how == "context":
         number = some(new, lambda node: node["kind"] == "Kernel")
@@ -1871,20 +2001,21 @@ check.equal([student.verdict(old, new) for _, old, new in reference.value("CASES
 pairs = [(graph, harmless(graph)) for graph in (any_graph(int(secret.integers(4, 9))) for _ in range(12))]
 check.equal([student.verdict(*pair) for pair in pairs], [accepted] * len(pairs), why="有的变化本来是允许的，却被判成了拒绝。规则表最后一行里的字段随便怎么变都接受。")
 for how, why in (
-    ("count", "节点多了一个，没有判成拓扑变了。"),
-    ("lone", "多了一个不连任何边的节点，也是拓扑变了：边一样，节点数可以不一样。"),
-    ("fewer edges", "少了一条边，没有判成拓扑变了。"),
+    ("count", "节点多了或少了一个，没有判成拓扑变了。"),
+    ("lone", "多了或少了一个不连任何边的节点，也是拓扑变了：边一样，节点数可以不一样。"),
+    ("fewer edges", "少了或多了一条边，没有判成拓扑变了。"),
     ("moved edge", "有一条边换了地方，没有判成拓扑变了。只比较边的条数是不够的。"),
     ("kind", "节点的种类变了，没有判对。取字段之前先比较 kind。"),
     ("context", "函数换到了另一个上下文，没有判对。"),
     ("cooperative", "协作启动变了，没有判对。从有到无、从无到有都算。"),
     ("direction", "拷贝的方向变了，没有判对。三种方向之间任何变化都算。"),
-    ("height", "memset 的行数变了，没有判对。一维的也算。"),
+    ("height", "memset 的行数变了，没有判对。变多变少、一维的也算。"),
     ("width", "二维 memset 的宽变了，没有判对。"),
 ):
     olds = [any_graph(int(secret.integers(4, 9))) for _ in range(6)]
     news = [spoiled(old, how) for old in olds]
-    check.equal([student.verdict(old, new) for old, (new, _) in zip(olds, news, strict=True)], [(False, WRONG + reason) for _, reason in news], why=why)
+    both_ways = [pair for old, (new, _) in zip(olds, news, strict=True) for pair in ((old, new), (new, old))]  # each rule holds back and forth
+    check.equal([student.verdict(*pair) for pair in both_ways], [(False, WRONG + reason) for _, reason in news for _ in range(2)], why=why)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -1901,7 +2032,8 @@ lab.say(lab.table(("情形", "你的判断", "驱动的回答", "对不对"), ro
 # %% [markdown] tags=["instructor"]
 # 给教师：练习一的隐藏测试考互换（逐条替换会错）、连续搬三次（只改可执行图会在第二次找不到）、只搬输入、什么都不搬。
 # 练习二的期望原因由考官在自己的进程里直接问驱动得到，不依赖打字；五种会被拒绝的变化各做一来一回，每次重建之后马上核对结果，
-# 并数实例化和销毁的次数。练习三把随请求变的标量和输入混进状态，漏改一个节点，状态就对不上。
+# 并数实例化和销毁的次数。练习三把随请求变的标量和输入混进状态，漏改一个节点，状态就对不上；
+# 再让 `stream` 处于捕获状态，处理一个没有见过的请求：放进去的节点数要与参考解答相同（一次图启动），逐个启动、每个请求各存一张图或重新捕获都不行。
 # 练习四的隐藏测试给每条规则单独出题，其余字段全部随机地、合法地变化，忽略任何一个字段的解答都会被抓住。
 
 # %% [markdown]

@@ -1066,6 +1066,8 @@ def program(size, failing, chatty):
     return made, want
 
 
+check.equal(student.first_failure([]), None, why="一次调用也没有，就没有失败，应当返回 None。")
+check.equal(student.first_failure([("add_input", None, ["名字重复"]), *GOOD[1:]]), (0, "描述", "名字重复"), why="第一次调用就失败，序号是 0。0 在 Python 里是“假”，却是一个序号。")
 for chatty, failing, why in (
     (0.4, [None] * 12, "一路成功的程序被说成失败了。0、空列表、None 在哪些调用上是成功？日志里有错误，不等于这一步失败。"),
     (0.4, ["add_optimization_profile"] * 6 + ["infer_shapes"] * 6, "add_optimization_profile 或 infer_shapes 的失败没有认出来，它们失败时返回的值在 Python 里是“真”。"),
@@ -1364,6 +1366,27 @@ def strided(wide):
 def turned(array):
     return array.T
 """
+# What a call leaves behind it: a kernel that was put into the stream before still runs when a call that does not wait comes back.
+BUSY = r"""
+import cupy
+import numpy
+
+spin = cupy.RawKernel(r'extern "C" __global__ void spin(unsigned long long ns) { unsigned long long start, now; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start)); do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < ns); }', "spin")
+
+def busy_after(call, arguments, stream):
+    with stream:
+        spin((1,), (1,), (numpy.uint64(0),))
+    stream.synchronize()
+    for _ in range(3):  # again only if the machine may just have been busy
+        with stream:
+            spin((1,), (1,), (numpy.uint64(20_000_000),))
+        call(*arguments)
+        busy = not stream.done
+        stream.synchronize()
+        if busy:
+            return True
+    return False
+"""
 PROXY = """
 import tensorrt as trt
 from launchlab import lab
@@ -1376,7 +1399,7 @@ class Context:
         return getattr(self.real, name)
 
     def set_tensor_address(self, name, memory):
-        return False if self.fault == "bind" and name == "half" else self.real.set_tensor_address(name, memory)
+        return False if self.fault == f"bind {name}" else self.real.set_tensor_address(name, memory)
 
     def execute_async_v3(self, stream_handle):
         self.journal.append(int(stream_handle))
@@ -1389,8 +1412,11 @@ class Engine:
     def __getattr__(self, name):
         return getattr(self.real, name)
 
-    def create_execution_context(self, *strategy):
-        return None if self.fault == "context" else Context(self.real.create_execution_context(*strategy), self.fault, self.journal)
+    def __getitem__(self, index):
+        return self.real[index]
+
+    def create_execution_context(self, *arguments, **more):
+        return None if self.fault == "context" else Context(self.real.create_execution_context(*arguments, **more), self.fault, self.journal)
 
 class Runtime:
     def __init__(self, fault):
@@ -1399,9 +1425,10 @@ class Runtime:
     def __getattr__(self, name):
         return getattr(self.real, name)
 
-    def deserialize_cuda_engine(self, plan):
-        return Engine(self.real.deserialize_cuda_engine(plan), self.fault, self.journal)
+    def deserialize_cuda_engine(self, serialized_engine):
+        return Engine(self.real.deserialize_cuda_engine(serialized_engine), self.fault, self.journal)
 """
+first_runner, (first_buffers, first_want) = runner, lent(ROWS_, COLS_, 3)
 rows, cols = (int(value) for value in secret.integers(5, 30, 2))
 cols += cols == rows
 plan = reference.signed_plan(rows, cols)
@@ -1418,7 +1445,13 @@ for index in secret.permutation([0, 1, 2, 0, 1, 2]):
     check.equal(buffers["y"].read(), want, why="换一组缓冲、换一个次序，结果不对。每次调用都要重新绑定全部缓冲，而且按名字绑定。")
     check.equal(buffers["half"].read(), want.astype(np.float16), why="换一组缓冲，第二个输出不对。")
 check.equal(honest.get("journal"), [student.value("stream").get("ptr")] * 6, why="每次 infer 应当在给定的 stream 上正好入队一次。用的是不是别的流，或者默认流？")
+first_runner.infer(first_buffers)
+check.equal(first_buffers["y"].read(), first_want, why="又建了一个 Runner 以后，原来的那一个结果不对：它们各有各的引擎、上下文和要求。")
 buffers, want = sets[0]
+check.that(
+    student.define(BUSY, "busy_after")(first_runner.get("infer"), [first_buffers], student.value("stream")),
+    why="infer 等到 GPU 做完才返回：stream 上先放一个长内核，再调用 infer，返回时长内核已经结束了。入队以后马上返回，等不等由调用者决定。",
+)
 strided, turned = student.define(SHAPES, "strided"), student.define(SHAPES, "turned")
 single = {shape: on_gpu(np.ones(shape, np.float32)) for shape in ((cols, rows), (rows + 1, cols), (rows, cols - 1), (rows * cols,), (1, rows, cols), (rows, 2 * cols))}
 illegal = [
@@ -1449,7 +1482,7 @@ check.equal(buffers["y"].read().view(np.uint32), untouched, why="被拒绝的调
 check.equal(len(honest.get("journal")), 6, why="被拒绝的调用仍然入队了：检查要在入队之前全部做完。")
 runner.infer(buffers)
 check.equal(buffers["y"].read(), want, why="拒绝过错误的缓冲以后，再给正确的，结果不对。")
-for fault, error, what in (("bind", "BindError", "set_tensor_address 返回了 False"), ("enqueue", "EnqueueError", "execute_async_v3 返回了 False")):
+for fault, error, what in (*((f"bind {name}", "BindError", "set_tensor_address 返回了 False") for name in buffers), ("enqueue", "EnqueueError", "execute_async_v3 返回了 False")):
     check.raises(error, student.Runner(planted(fault), plan).infer, buffers, why=f"{what}，应当抛出 {error}。返回值检查了吗？")
 check.raises("LoadError", student.Runner, planted("context"), plan, why="create_execution_context 返回了 None（例如显存不够），应当抛出 LoadError。")
 real = student.value("runtime")
@@ -1600,6 +1633,48 @@ check.equal(x.read(), reference.blocks_by_numpy(data, tiny), why="走一步的�
 step.run(2)
 check.equal(x.read(), reference.blocks_by_numpy(data, tiny, 3), why="走第二、三步的结果不对。每一步都要从 x 当时的内容出发，并写回 x。")
 ### BEGIN HIDDEN TESTS
+WATCHED = """
+import cupy
+import tensorrt as trt
+
+def watched(make_stepper, blocks, x, refuse):
+    \"\"\"[the exception's class, number of enqueues] of making a stepper and of one step; refuse: each enqueue returns False.\"\"\"
+    # As it stands in the class: what attribute access gives would, put back, be no method any more.
+    kept, enqueue, seen, raised = vars(trt.IExecutionContext)["execute_async_v3"], trt.IExecutionContext.execute_async_v3, [], ""
+
+    def counted(self, *arguments, **named):
+        seen.append(1)
+        return False if refuse else enqueue(self, *arguments, **named)
+
+    trt.IExecutionContext.execute_async_v3 = counted
+    try:
+        step = make_stepper(blocks, x)  # kept until its work is done
+        step()
+    except Exception as error:
+        raised = type(error).__name__
+    finally:
+        trt.IExecutionContext.execute_async_v3 = kept
+        cupy.cuda.runtime.deviceSynchronize()
+    return [raised, len(seen)]
+"""
+# What one step puts into the stream, as a graph: whatever waits is refused, whatever goes elsewhere is missing.
+CAPTURED = """
+def captured(step, stream):
+    import contextlib
+    import cupy
+    from cuda.bindings import runtime
+    graph, refused = None, False
+    stream.begin_capture()
+    try:
+        step()
+    except Exception:
+        refused = True
+    finally:
+        with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):
+            graph = stream.end_capture()
+        runtime.cudaGetLastError()
+    return None if refused else graph
+"""
 TENANTS = """
 def tenants(stream, rows, width):
     import gc, cupy
@@ -1625,6 +1700,23 @@ for _ in range(3):
     data = x.write(secret.integers(-8, 8, (rows, width)).astype(np.float32))
 for other in others:
     check.equal(other, np.full((rows, width), 77, np.float32), why="推理写坏了别人的数组：输出的缓冲已经被回收，引擎还在往老地址写。请让 step 留住它。")
+submitted = student.define(CAPTURED, "captured")(step, student.value("stream"))
+check.that(submitted is not None, why="让 stream 处于捕获状态，再调用 step，就出错了：step 里是不是等了 GPU，或者用了别的、没有汇合的流？入队和拷贝都放在 stream 上，马上返回。")
+check.equal(x.read(), data, why="让 stream 处于捕获状态，再调用 step，x 却变了：有工作没有放在 stream 上。")
+submitted.run(1)
+check.equal(x.read(), reference.blocks_by_numpy(data, blocks), why="step 放进 stream 的不是一步的全部工作：有的放到了别的流。")
+watched = student.define(WATCHED, "watched")
+small = np.arange(8, dtype=np.float32).reshape(2, 4) - 4
+z = on_gpu(small)
+raised, enqueued = watched(student.value("make_stepper"), tiny, z, False)
+check.equal(raised, "", why="又建一个 stepper，走一步，却抛出了异常。")
+check.that(isinstance(enqueued, int) and enqueued > 0, why="没有一次推理经过 TensorRT（execute_async_v3 没有被调用）：所有的块要由你构建的引擎来算。")
+check.equal(z.read(), reference.blocks_by_numpy(small, tiny), why="又建一个 stepper，走一步的结果不对。")
+step.run(1)
+check.equal(x.read(), reference.blocks_by_numpy(data, blocks, 2), why="又建一个 stepper 以后，原来的那一个结果不对：它们各有各的引擎、上下文和缓冲。")
+small = z.write(small + 1)
+check.equal(watched(student.value("make_stepper"), tiny, z, True)[0], "EnqueueError", why="入队返回了 False，应当抛出 EnqueueError。execute_async_v3 的返回值检查了吗？")
+check.equal(z.read(), small, why="入队返回了 False，x 却变了：先查返回值，再拷贝。")
 ### END HIDDEN TESTS
 
 # %% test="make_stepper_speed" kind="speedup" points=2 tags=["gpu"]
@@ -1650,12 +1742,38 @@ check.speedup(
 data, runs = x.write(draw()), int(secret.integers(2, 9))
 step.run(runs)
 check.equal(x.read(), reference.blocks_by_numpy(data, blocks, runs), why="计时以后换一份输入再走几步，结果不对：快，但没有做完该做的工作。")
+ENGINE = """
+import cupy
+import tensorrt as trt
+
+def enqueued(make_stepper, blocks, x):
+    \"\"\"How often making a stepper and one step of it enqueue an engine.\"\"\"
+    # As it stands in the class: what attribute access gives would, put back, be no method any more.
+    kept, enqueue, seen = vars(trt.IExecutionContext)["execute_async_v3"], trt.IExecutionContext.execute_async_v3, []
+
+    def counted(self, *arguments, **named):
+        seen.append(1)
+        return enqueue(self, *arguments, **named)
+
+    trt.IExecutionContext.execute_async_v3 = counted
+    try:
+        step = make_stepper(blocks, x)  # kept until its work is done
+        step()
+    finally:
+        trt.IExecutionContext.execute_async_v3 = kept
+        cupy.cuda.runtime.deviceSynchronize()
+    return len(seen)
+"""
+enqueued = student.define(ENGINE, "enqueued")(student.value("make_stepper"), blocks[:1], x)
+check.that(isinstance(enqueued, int) and enqueued > 0, why="快，可是没有一次推理经过 TensorRT（execute_async_v3 没有被调用）：所有的块要由你构建的引擎来算。")
 ### END HIDDEN TESTS
 
 # %% [markdown] tags=["instructor"]
 # 给教师：练习一的隐藏测试里，编号 0、空列表、不返回东西的调用都出现在成功的位置，`returned in (None, False)` 会把编号 0 认成失败；
 # 回声和失败以后的日志也在里面。练习二的隐藏测试用方阵（转置也装得下）、float64 和按列存放的权重：没有转换、转换错了，或者反复用同一块缓冲，结果就会错；
 # 只给地址又没有留住数组的，还可能崩溃，那时只有这道题失分。练习三用夹在中间的 `Runtime`、`Engine`、`Context` 替身逐个制造 `None` 和 `False`，并记下入队用的流。
+# 练习三、四都查“不等待”：`Runner` 在一个长内核之后入队，返回时长内核要还在跑；`step` 在 `stream` 的捕获里走一步，等待会报错，别的流上的工作录不进来。
+# 练习四还数 `execute_async_v3` 被调用了几次：把 CuPy 内核录成一张图也够快，但没有引擎。
 # 练习四的状态全是整数，任何策略都没有误差，所以可以逐字节地证明每一轮都做了；不设上限，因为学生也可以把入队捕获成图，那样更快，而且是对的。
 
 # %% [markdown]

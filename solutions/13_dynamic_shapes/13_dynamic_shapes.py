@@ -1149,6 +1149,14 @@ def drawn_case(kind):
         request = {name: tuple(int(size) + int(secret.integers(-30, 60)) for size in each) for name, each in request.items()}
         shape = list(request[victim])
     request[victim] = tuple(shape)
+    if kind == "several":
+        other, third = (name for name in order if name != victim)
+        size = low["length"] + int(secret.integers(-2, 3))
+        request[victim] = (*request[victim], 1)  # "rank"
+        request[other], request[third] = (tuple(each + int(secret.integers(-1, 2)) for each in request[name]) for name in (other, third))
+        request = {"extra": (size,), **dict(reversed(request.items())), "more": ()}
+        if secret.integers(2):
+            del request[third]
     if kind == "missing":
         del request[victim]
     if kind == "unknown":
@@ -1163,6 +1171,7 @@ for kinds, why in (
     (("below", "above"), "差 1 越界的请求没有说对。每个张量、每个轴、两头都查了吗？数值取自 profile，而不是写死的吗？"),
     (("rank", "missing", "unknown"), "秩不对、缺张量、多张量的请求里有说错的。次序对吗？秩不对的张量不参加后面的比较。"),
     (("wild",), "毛病很多的请求没有说全，或者次序不对。列表里要有所有的毛病；同一个张量里同名的两维也要比较。"),
+    (("several",), "几种毛病凑在一个请求里，没有说全，或者次序不对。三步依次写：profile 里的张量，多出来的张量，大小不一的维；一步里有毛病，后面的照样要看。"),
 ):
     cases = [drawn_case(kinds[number % len(kinds)]) for number in range(24)]
     check.equal([student.review(*case) for case in cases], [rule(*case) for case in cases], why=why)
@@ -1189,10 +1198,10 @@ lab.say(lab.table(("哪一维", "允许", "拒绝的请求数"), [(*key, count) 
 #
 # - `x`、`mask` 是 CuPy 数组，形状每次都可能不同，但总是合法的（这道题不用查）；
 # - 返回 `(y, pooled)`，两个 CuPy 数组，**形状正好是这一次的**，不多一行；
-# - 输出的存储按 Profile 的最大尺寸在 `make_runner` 里分配**一次**，以后每次都用它：返回的数组总是从同一个地址开始，下一次 `infer` 会覆盖它们；
+# - 输出的存储按 Profile 的最大尺寸在 `make_runner` 里分配**一次**（照常用 CuPy 当前的分配器，例如 `cp.empty`），以后每次都用它：返回的数组总是从同一个地址开始，下一次 `infer` 会覆盖它们；
 # - 形状向引擎和上下文问，不要写死；每个运行器有自己的上下文和存储，互不影响；
 # - 每次都要设**两个**输入的形状：只设一个，另一个还停在上一次，就成了前面子进程里试过的那种不一致，运行笔记本的整个进程可能会退出；
-# - 凡是可能返回 `False` 或 `None` 的调用都要检查（`require`）；分配不到显存时，让 `MemoryError` 原样抛出；
+# - 凡是可能返回 `False` 或 `None` 的调用都要检查，拒绝变成 `RuntimeError`（`require` 正好做这个）；分配不到显存时，让 `MemoryError` 原样抛出；
 # - 在 `stream` 上入队，不必等它做完。
 
 # %% [markdown]
@@ -1275,9 +1284,9 @@ def addresses(runner, requests):
     kept = [runner.infer(x, mask) for x, mask in requests]
     return [[array.data.ptr for array in outputs] for outputs in kept]
 """
-picks = [(1, 9), (16, 300), (4, 64), (8, 511), (1, 8)]
+picks = [(1, 9), (16, 300), (4, 64), (8, 511), (1, 8), (16, 512)]
 requests = [[on_gpu(array) for array in drawn_request(*pick, 64)] for pick in picks]
-where = student.define(WHERE, "addresses")(runner, requests)
+where = student.define(WHERE, "addresses")(student.make_runner(student.value("engine")), requests)  # a new one: nothing large yet
 check.equal(where, [where[0]] * len(picks), why="输出的存储换了地方。它应当按最大尺寸只分配一次，每次都从同一个地址开始。")
 
 rivals = [runner, student.make_runner(student.value("engine"))]
@@ -1309,6 +1318,57 @@ squeezed = student.define(SHORT_OF_MEMORY, "make_with_little_memory")
 check.raises("MemoryError", squeezed, student.value("make_runner"), student.value("engine"), why="显存不够时，make_runner 应当让 MemoryError 抛出来，而不是返回一个没有存储的运行器。输出的存储是不是没有在 make_runner 里分配？")
 infers(runner, 4, 33, 32, "别处分配失败以后，原来的运行器应当照常工作。")
 infers(student.make_runner(student.value("engine")), 4, 100, 64, "显存恢复以后，make_runner 应当照常工作。")
+
+DENYING = """
+class Denying:
+    '''Stands for an engine: the answer to one call, told by deny (0: the next), is None for a context, else False.'''
+    def __init__(self, engine):
+        self._engine, self._left, self._queues = engine, -1, []
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+    def create_execution_context(self, *args, **kwargs):
+        made = self._engine.create_execution_context(*args, **kwargs)
+        return None if self.denied() else Context(self, made)
+    def deny(self, number):
+        self._left = number
+    def denied(self):
+        self._left -= 1
+        return self._left == -1
+    def asked(self):
+        return -1 - self._left
+    def queues(self):
+        return self._queues
+
+class Context:
+    def __init__(self, denying, context):
+        self._denying, self._context = denying, context
+    def __getattr__(self, name):
+        found = getattr(self._context, name)
+        if not name.startswith(("set_", "execute")):
+            return found
+        def call(*args, **kwargs):
+            if name == "execute_async_v3":
+                self._denying._queues += map(int, [*args, *kwargs.values()][:1])
+                return False if self._denying.denied() else found(*args, **kwargs)
+            result = found(*args, **kwargs)
+            return False if result is True and self._denying.denied() else result
+        return call
+
+def serve_one(make_runner, engine, x, mask):
+    import cupy
+    runner = make_runner(engine)
+    runner.infer(x, mask)
+    cupy.cuda.runtime.deviceSynchronize()  # a context must not go while its work is under way
+"""
+denying, serve_one = student.define(DENYING, "Denying")(student.value("engine")), student.define(DENYING, "serve_one")
+request = [on_gpu(array) for array in drawn_request(16, 512, 64)]
+denying.deny(-1)
+serve_one(student.value("make_runner"), denying, *request)
+asked = denying.asked()
+check.that(set(denying.queues()) == {student.value("stream").get("ptr")}, why="infer 应当用传入的引擎的上下文、在给定的 stream 上入队。")
+for number in range(min(asked, 20)):
+    denying.deny(number)
+    check.raises("RuntimeError", serve_one, student.value("make_runner"), denying, *request, why="建上下文、设形状、设地址、入队都可能被拒绝（None 或 False），有一处没有检查返回值。每一处都要变成 RuntimeError，而不是继续往下走。")
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -1403,9 +1463,9 @@ def make_checked_runner(engine: "trt.ICudaEngine"):
 # %% test="make_checked_runner" kind="structure" points=3 tags=["gpu"]
 WATCHED = """
 class Watched:
-    '''Stands for an engine: notes the calls of its contexts' methods, and answers False to the one told by deny.'''
+    '''Stands for an engine: notes the calls of its contexts' methods, and answers False to the one told by deny (0: the next).'''
     def __init__(self, engine):
-        self._engine, self._calls, self._denied = engine, [], None
+        self._engine, self._calls, self._queues, self._left = engine, [], [], -1
     def __getattr__(self, name):
         return getattr(self._engine, name)
     def create_execution_context(self, *args, **kwargs):
@@ -1413,8 +1473,14 @@ class Watched:
     def seen(self):
         calls, self._calls = self._calls, []
         return calls
-    def deny(self, name):
-        self._denied = name
+    def queues(self):
+        queues, self._queues = self._queues, []
+        return queues
+    def deny(self, number):
+        self._left = number
+    def denied(self):
+        self._left -= 1
+        return self._left == -1
 
 class Context:
     def __init__(self, watched, context):
@@ -1431,9 +1497,11 @@ class Context:
         if not callable(found):
             return found
         def call(*args, **kwargs):
-            self._watched._calls.append(name)
-            if name == self._watched._denied:
+            if name.startswith(("set_", "execute")) and self._watched.denied():
                 return False
+            self._watched._calls.append(name)
+            if name == "execute_async_v3":
+                self._watched._queues += map(int, [*args, *kwargs.values()][:1])
             self.guard(name, [*args, *kwargs.values()])
             result = found(*args, **kwargs)
             if name == "set_input_shape" and result:
@@ -1453,8 +1521,12 @@ class Desk:
     def __init__(self, engine, hidden, batch, length):
         self.watched = student.define(WATCHED, "Watched")(engine)
         self.runner, self.hidden = student.make_checked_runner(self.watched), hidden
+        self.takes(batch, length)
+
+    def takes(self, batch, length):
+        """From now on the legal requests are of this size."""
         self.x, self.mask = (on_gpu(array) for array in self.drawn(batch, length))
-        self.y, self.pooled = on_gpu(np.zeros((batch, length, hidden), np.float32)), on_gpu(np.zeros((batch, 1, hidden), np.float32))
+        self.y, self.pooled = (on_gpu(np.zeros((batch, rows, self.hidden), np.float32)) for rows in (length, 1))
 
     def drawn(self, batch, length):
         x = secret.integers(-8, 9, (batch, length, self.hidden)).astype(np.float32)
@@ -1480,11 +1552,14 @@ class Desk:
         for buffer in (self.y, self.pooled):
             buffer.poison()
         self.watched.seen()
+        self.watched.queues()
         self.runner.infer(self.x, self.mask, self.y, self.pooled)
-        launched = self.watched.seen().count("execute_async_v3")
+        calls, queues = self.watched.seen(), self.watched.queues()
         student.value("stream").synchronize()
-        check.equal(launched, 1, why="一个合法的请求，应当用传入的引擎的上下文入队正好一次。")
+        check.equal(calls.count("execute_async_v3"), 1, why="一个合法的请求，应当用传入的引擎的上下文入队正好一次。")
+        check.equal(queues, [student.value("stream").get("ptr")], why="请求应当在给定的 stream 上入队。")
         check.equal([self.y.read(), self.pooled.read()], list(reference.expected(x, mask)), why=why)
+        return calls
 
 
 def zeros(*shape, dtype=np.float32):
@@ -1510,10 +1585,16 @@ for why, given in (
     ("x 和 mask 的长度不一致。", {"mask": zeros(4, 32, 1)}),
     ("mask 的批大小是 1：不允许广播。", {"mask": zeros(1, 64, 1)}),
     ("x 不连续。", {"x": cut(zeros(4, 128, 64), 4, 64)}),
+    ("mask 不连续。", {"mask": cut(zeros(4, 128, 1), 4, 64)}),
     ("y 不连续。", {"y": cut(zeros(4, 128, 64), 4, 64)}),
+    ("pooled 不连续。", {"pooled": cut(zeros(4, 2, 64), 4, 1)}),
+    ("静态的一维太大。", {"x": zeros(4, 64, 65)}),
+    ("mask 的最后一维是 0。", {"mask": cut(zeros(4, 64, 1), 4, 64, 0)}),
     ("y 太大：形状要正好。", {"y": zeros(4, 65, 64)}),
+    ("y 的最后一维太小。", {"y": zeros(4, 64, 63)}),
     ("y 的元素个数够，形状却不同。", {"y": zeros(8, 32, 64)}),
     ("pooled 太小。", {"pooled": zeros(3, 1, 64)}),
+    ("pooled 太大。", {"pooled": zeros(5, 1, 64)}),
     ("pooled 少了一维。", {"pooled": zeros(4, 64)}),
 ):
     desk.refuses("ValueError", why, **given)
@@ -1521,24 +1602,33 @@ desk.serves("拒绝了许多请求之后，合法的请求结果不对。")
 for why, given in (
     ("x 是 float64。", {"x": zeros(4, 64, 64, dtype=np.float64)}),
     ("x 是 int32：和 float32 一样长，但不是一回事。", {"x": zeros(4, 64, 64, dtype=np.int32)}),
+    ("x 是 None。", {"x": None}),
     ("mask 是 float16。", {"mask": zeros(4, 64, 1, dtype=np.float16)}),
+    ("mask 是 int32。", {"mask": zeros(4, 64, 1, dtype=np.int32)}),
     ("mask 是 NumPy 数组。", {"mask": np.ones((4, 64, 1), np.float32)}),
     ("y 是 int32。", {"y": zeros(4, 64, 64, dtype=np.int32)}),
     ("y 是 NumPy 数组。", {"y": np.zeros((4, 64, 64), np.float32)}),
+    ("pooled 是 float64。", {"pooled": zeros(4, 1, 64, dtype=np.float64)}),
     ("pooled 是 None。", {"pooled": None}),
     ("pooled 是列表。", {"pooled": [0.0] * 4}),
 ):
     desk.refuses("TypeError", why, **given)
 desk.serves("拒绝了数据类型不对的请求之后，合法的请求结果不对。")
-for call in ("set_input_shape", "set_tensor_address", "execute_async_v3"):
-    desk.watched.deny(call)
-    check.raises("RuntimeError", desk.runner.infer, desk.x, desk.mask, desk.y, desk.pooled, why=f"{call} 返回了 False，应当变成 RuntimeError，而不是继续往下走。")
-    desk.watched.deny(None)
+calls = [call for call in desk.serves("合法的请求结果不对。") if call.startswith(("set_", "execute"))]
+for number in range(min(len(calls), 20)):
+    desk.watched.deny(number)
+    desk.refuses("RuntimeError", "设形状、设地址或者入队返回了 False（不一定是对第一个张量），应当变成 RuntimeError，而不是继续往下走。")
     desk.serves("TensorRT 拒绝过一次之后，合法的请求结果不对。")
+for batch, length in ((16, 512), (1, 8), (4, int(secret.integers(9, 500)))):
+    desk.takes(batch, length)
+    desk.serves("换一个合法的形状，请求被拒绝了，或者结果不对。范围的两端都包含在内；形状每次都要重设。")
 
 limits = {"x": ((2, 3, 32), (2, 20, 32), (5, 70, 32)), "mask": ((2, 3, 1), (2, 20, 1), (5, 70, 1))}
 desk = Desk(student.build_encoder(limits, 32), 32, 3, int(secret.integers(10, 60)))
 desk.serves("换一个范围不同的引擎，合法的请求结果不对。尺寸是不是写死了？")
+for batch, length in ((5, 70), (2, 3)):
+    desk.takes(batch, length)
+    desk.serves("换一个范围不同的引擎，最大或最小的请求结果不对。范围的两端都包含在内。")
 for batch, length in ((1, 20), (6, 20), (3, 2), (3, 71), (4, 512)):
     desk.refuses("ValueError", "换一个范围不同的引擎，越界的请求没有被拒绝。范围要从引擎来。", x=zeros(batch, length, 32), mask=zeros(batch, length, 1), y=zeros(batch, length, 32), pooled=zeros(batch, 1, 32))
 desk.serves("换一个范围不同的引擎，拒绝之后合法的请求结果不对。")
@@ -1633,7 +1723,7 @@ COUNTED = """
 class Watched:
     '''Stands for an engine: notes the calls of its contexts' methods, and answers False once to the one told by deny.'''
     def __init__(self, engine):
-        self._engine, self._calls, self._denied = engine, [], None
+        self._engine, self._calls, self._denied = engine, [], ("", None)
     def __getattr__(self, name):
         return getattr(self._engine, name)
     def create_execution_context(self, *args, **kwargs):
@@ -1660,8 +1750,9 @@ class Context:
             return found
         def call(*args, **kwargs):
             self._watched._calls.append(name)
-            if self._watched._denied == (name, args[0] if args else None):
-                self._watched._denied = None
+            denied, tensor = self._watched._denied
+            if name == denied and tensor in (None, kwargs.get("name", *args[:1])):
+                self._watched._denied = "", None
                 return False
             self.guard(name, [*args, *kwargs.values()])
             result = found(*args, **kwargs)
@@ -1724,8 +1815,11 @@ for batch, length in ((2, 128), (4, 64), (1, 256)):
     x_data, mask_data = x.write(secret.integers(-8, 9, x.shape).astype(np.float32)), mask.write(secret.integers(0, 2, mask.shape).astype(np.float32))
     y.poison()
     pooled.poison()
+    line.watched.seen()
     infer_as(line.runner, batch, length, x, mask, y, pooled)
+    calls = line.watched.seen()
     student.value("stream").synchronize()
+    check.that("set_tensor_address" not in calls, why="形状变了，四个地址都没有变，却又设了地址。地址没有变，就不碰它。")
     y_want, pooled_want = reference.expected(x_data.reshape(batch, length, 64), mask_data.reshape(batch, length, 1))
     check.equal(y.read(), y_want.reshape(y.shape), why="缓冲没有变、形状变了，结果不对：地址相同不等于形状相同。")
     check.equal(pooled.read()[:batch], pooled_want, why="缓冲没有变、形状变了，pooled 不对：地址相同不等于形状相同。")
@@ -1740,17 +1834,27 @@ for bad in (line.buffers(4, 100)[1], line.buffers(1, 100)[1], line.buffers(8, 7)
     check.that("clash" not in calls, why="x 和 mask 的形状不一致，却已经交给 TensorRT 去推导了，它可能让整个进程退出。自己先查，再碰它。")
     line.serves(first, "x 合法、mask 不合法的请求被拒绝以后，原来的形状结果不对：上下文已经被改了一半，记着的形状却没有作废。")
 check.raises("ValueError", line.runner.infer, x, line.buffers(4, 32)[1], y, pooled, why="x 的形状没有变，mask 的却变了，而且与 x 不一致：应当抛出 ValueError。两个输入的形状都要看。")
-for follows, why in (
-    (first, "设形状半途失败以后，回到原来的形状，结果不对：记着的形状应当先作废。"),
-    (wrong, "设形状半途失败以后，同样的形状再来一次，结果不对：失败的那一次不能算设过。"),
-):
+for tensor in ("x", "mask"):
+    for follows, why in (
+        (first, "设形状半途失败以后，回到原来的形状，结果不对：记着的形状应当先作废。"),
+        (wrong, "设形状半途失败以后，同样的形状再来一次，结果不对：失败的那一次不能算设过。"),
+    ):
+        line.serves(first, "换过几个形状之后，结果不对。")
+        line.watched.deny("set_input_shape", tensor)
+        line.watched.seen()
+        check.raises("RuntimeError", line.runner.infer, *wrong, why="set_input_shape 返回 False，应当变成 RuntimeError。")
+        check.that("clash" not in line.watched.seen(), why="set_input_shape 返回了 False，却还在往下走：两个输入的形状已经不一致，TensorRT 可能让整个进程退出。")
+        line.serves(follows, why)
+for number, tensor in enumerate(("x", "mask", "y", "pooled")):
     line.serves(first, "换过几个形状之后，结果不对。")
-    line.watched.deny("set_input_shape", "mask")
-    check.raises("RuntimeError", line.runner.infer, *wrong, why="set_input_shape 返回 False，应当变成 RuntimeError。")
-    line.serves(follows, why)
-line.watched.deny("set_tensor_address", "y")
-check.raises("RuntimeError", line.runner.infer, *second[:2], first[2], second[3], why="set_tensor_address 返回 False，应当变成 RuntimeError。")
-line.serves([*second[:2], first[2], second[3]], "设地址失败以后，同样的缓冲再来一次，结果不对：失败的那一次不能算设过。")
+    changed = [*first[:number], second[number], *first[number + 1 :]]
+    line.watched.deny("set_tensor_address", tensor)
+    check.raises("RuntimeError", line.runner.infer, *changed, why="set_tensor_address 返回 False，应当变成 RuntimeError。四个地址都要看。")
+    line.serves(changed, "设地址失败以后，同样的缓冲再来一次，结果不对：失败的那一次不能算设过。")
+for buffers in (changed, second):
+    line.watched.deny("execute_async_v3", None)
+    check.raises("RuntimeError", line.runner.infer, *buffers, why="execute_async_v3 返回 False，应当变成 RuntimeError。")
+    line.serves(buffers, "入队被拒绝以后，同样的请求再来一次，结果不对。")
 limits = {"x": ((2, 3, 32), (2, 20, 32), (5, 70, 32)), "mask": ((2, 3, 1), (2, 20, 1), (5, 70, 1))}
 line = Line(student.build_encoder(limits, 32), 32)
 check.raises("ValueError", line.runner.infer, *line.buffers(1, 20), why="换一个范围不同的引擎，越界的请求没有被拒绝。")
@@ -1770,10 +1874,16 @@ mask = secret.integers(0, 2, (4, 64, 1)).astype(np.float32)
 x, z = on_gpu(integers()), on_gpu(integers())
 own = [on_gpu(np.zeros(SHAPE, np.float32)), on_gpu(mask), on_gpu(np.zeros((4, 1, 64), np.float32))]
 theirs = [on_gpu(np.zeros(SHAPE, np.float32)), on_gpu(mask), on_gpu(np.zeros((4, 1, 64), np.float32))]
+TWICE = """
+def twice(runner, a, b, mask, pooled):
+    runner.infer(a, mask, b, pooled)
+    runner.infer(b, mask, a, pooled)
+"""
+twice = student.define(TWICE, "twice")
 runner = student.make_steady_runner(student.value("engine"))
 yardstick = reference.make_steady_runner(reference.value("engine"))
 check.speedup(
-    partial(student.relay, runner, x, *own),
+    partial(twice, runner, x, *own),
     over=partial(reference.naive_relay, on_gpu(integers()), on_gpu(mask)),
     best=partial(reference.relay, yardstick, z, *theirs),
     state=(x, z),
@@ -1785,12 +1895,52 @@ check.speedup(
 ### BEGIN HIDDEN TESTS
 data = x.write(integers())
 for _ in range(3):
-    student.relay(runner, x, *own)
+    twice(runner, x, *own)
     for _ in range(2):
         data, pooled_want = reference.expected(data, mask)
 student.value("stream").synchronize()
 check.equal(x.read(), data, why="计时以后再跑几次，结果不对：快，但没有做完该做的工作。")
 check.equal(own[2].read(), pooled_want, why="计时以后再跑几次，pooled 不对：快，但没有做完该做的工作。")
+
+LOOK_ON = """
+def allocations(stream, runner, x, y, mask, pooled):
+    '''How often two requests in a row allocate through CuPy.'''
+    import cupy
+    usual, sizes = cupy.cuda.get_allocator(), []
+    def counted(size):
+        sizes.append(size)
+        return usual(size)
+    cupy.cuda.set_allocator(counted)
+    try:
+        with stream:
+            runner.infer(x, mask, y, pooled)
+            runner.infer(y, mask, x, pooled)
+    finally:
+        cupy.cuda.set_allocator(usual)
+    return len(sizes)
+
+def recorded(stream, runner, x, y, mask, pooled):
+    '''What two requests in a row put on the stream, as a graph; None if they waited for it.'''
+    from cupy.cuda.runtime import CUDARuntimeError
+    with stream:
+        stream.begin_capture()
+        try:
+            runner.infer(x, mask, y, pooled)
+            runner.infer(y, mask, x, pooled)
+        except CUDARuntimeError:
+            pass
+        finally:
+            try:
+                graph = stream.end_capture()
+            except CUDARuntimeError:
+                graph = None
+    return graph
+"""
+y, mask_buffer, pooled = own
+allocated = student.define(LOOK_ON, "allocations")(student.value("stream"), runner, x, y, mask_buffer, pooled)
+check.equal(allocated, 0, why="形状和地址都稳定的时候，infer 还在分配显存。输出是调用者给的，这里什么都不用分配。")
+waits = student.define(LOOK_ON, "recorded")(student.value("stream"), runner, x, y, mask_buffer, pooled)
+check.nodes(waits, kernels=(2, None), children=0, why="两次 infer 应当只是在给定的 stream 上入队两次推理：不同步，不放到别的流上，也不启动图。")
 ### END HIDDEN TESTS
 
 # %% [markdown] tags=["instructor"]

@@ -1034,13 +1034,14 @@ def version(least=9):
     return f"{secret.integers(least, 12)}.{secret.integers(0, 20)}.{secret.integers(0, 12)}"
 
 
-def later(text, steps):
-    """The version with its middle number moved."""
-    one, two, three = parts(text)
-    return f"{one}.{max(0, two + steps)}.{three}"
+def later(text, steps, place=1):
+    """The version with its middle number (or that at the place) moved."""
+    numbers = parts(text)
+    numbers[place] = max(0, numbers[place] + steps)
+    return ".".join(str(each) for each in numbers)
 
 
-GPUS = {"T4": "7.5", "A10": "8.6", "L4": "8.9", "H200": "9.0", "B200": "10.0", "RTX 5090": "12.0"}
+GPUS = {"T4": "7.5", "A100": "8.0", "A10": "8.6", "L4": "8.9", "H200": "9.0", "B200": "10.0", "RTX 5090": "12.0"}
 
 
 def ask():
@@ -1065,6 +1066,9 @@ def elsewhere(request, hardware):
 
 
 groups = {
+    "只有第三段不同的版本里有判错的。三段都算数：不兼容的要完全相同，兼容的只朝着新版本；第三段的 10 比 9 新，也要按数比较。": [
+        one(lambda r: {"tensorrt": later(r["tensorrt"], int(secret.integers(-9, 10)), 2), "version_compatible": pick(True, True, False)}) for _ in range(40)
+    ],
     "版本不同的引擎里有判错的。不兼容的要完全相同；兼容的只朝着新版本、只在同一个大版本里；10.14 比 10.6 新，要按数比较。": [
         one(lambda r: {"tensorrt": later(r["tensorrt"], int(secret.integers(-9, 10))), "version_compatible": pick(True, True, False)}) for _ in range(40)
     ] + [one(lambda r: {"tensorrt": version(), "version_compatible": True}) for _ in range(20)],
@@ -1202,8 +1206,21 @@ def seed():
     return int(secret.integers(1, 2**31))
 
 
+PIN = """
+class Pin:
+    def __init__(self, runner):
+        self.runner, self.engine, self.context = runner, runner.engine, vars(runner).get("_context")
+
+    def same(self):
+        context = vars(self.runner).get("_context")
+        return self.runner.engine is self.engine and (self.context is None or context is self.context)
+"""
+pin = student.define(PIN, "Pin")(runner)
+
+
 def correct(weights, why, batch=8):
     """The engine must give the results of these weights, and runner.weights must be these."""
+    check.that(pin.same(), why="refit 换掉了 runner 的引擎或者执行上下文。要在原来的引擎里重装，不要重建。")
     inputs = reference.random_input(seed(), batch)
     source, target = on_gpu(inputs), on_gpu(np.zeros_like(inputs))
     target.poison()
@@ -1246,6 +1263,24 @@ def queued(refit, runner, arrays, x, y, spin, stream):
     runner.infer(x, y)
     refit(runner, arrays)
     stream.synchronize()
+def refused(refit, runner, arrays, step):
+    # What is raised where TensorRT answers False to the step; None where another Refitter was at work.
+    from unittest.mock import patch
+    import tensorrt
+    Real, made = tensorrt.Refitter, []
+    class Refusing:
+        def __init__(self, *args, **kwargs):
+            self._real = Real(*args, **kwargs)
+            made.append(step)
+        def __getattr__(self, name):
+            return (lambda *args, **kwargs: False) if name.startswith(step) else getattr(self._real, name)
+    raised = []
+    with patch.object(tensorrt, "Refitter", Refusing):
+        try:
+            refit(runner, arrays)
+        except Exception as error:
+            raised = [each.__name__ for each in type(error).__mro__]
+    return raised if made else None
 """
 own = student.value("refit")
 student.define(VIEWS, "turned")(own, runner, {"w2": drawn["w2"]})
@@ -1267,6 +1302,13 @@ for bad, why in (
 check.raises("ValueError", student.define(VIEWS, "on_device"), own, runner, wrong, why="交来的是 GPU 上的 cupy 数组，应当抛出 ValueError。")
 correct(now, "拒绝了 GPU 上的数组以后，引擎或 runner.weights 变了。")
 
+for step, errors in (("refit_cuda_engine", ("RuntimeError",)), ("set_named_weights", ("RuntimeError", "ValueError"))):
+    attempt = reference.random_weights(seed())
+    raised = student.define(VIEWS, "refused")(own, runner, attempt, step)
+    check.that(raised is None or any(error in raised for error in errors), why="TensorRT 说没成（返回了 False），应当抛出 RuntimeError。交数组、重装，每一个返回值都看了吗？")
+    now = attempt if raised is None else now
+    correct(now, "TensorRT 说没成，抛出了异常，引擎或 runner.weights 却变了：成功以后才更新。")
+
 inputs = reference.random_input(seed())
 source, target = on_gpu(inputs), on_gpu(np.zeros_like(inputs))
 student.define(VIEWS, "queued")(own, runner, wrong, source, target, student.value("spin"), student.value("stream"))
@@ -1277,6 +1319,7 @@ correct(now, "有推理在排队时重装，重装以后的结果不对。")
 fixed = student.open_runner(student.build_plan(old), old)
 check.raises("ValueError", student.refit, fixed, wrong, why="构建时没有 REFIT 的引擎不能重装，应当抛出 ValueError。")
 runner = student.open_runner(student.value("STRIPPED"), {})
+pin = student.define(PIN, "Pin")(runner)
 for name in secret.permutation(sorted(wrong))[:3].tolist():
     check.raises("ValueError", student.refit, runner, {each: w for each, w in wrong.items() if each != name}, why="不带权重的引擎，少装了一个权重，应当抛出 ValueError，不能放行。get_missing_weights() 不一定说得出来，要和 get_all_weights() 对一遍。")
 check.that(not runner.get("weights"), why="不带权重的引擎少装了权重，refit 抛出了 ValueError，runner.weights 却变了。")
@@ -1387,7 +1430,6 @@ versions = [first, first | {name: tail[name] for name in ("w4", "b4")}]
 data = reference.random_input(83)
 x, y = on_gpu(data), on_gpu(np.zeros_like(data))
 runner = student.open_runner(student.value("PLAN"), student.value("WEIGHTS"))
-context = runner.get("context")
 switch = student.make_switcher(runner, versions)
 serve, own = student.define(SERVE, "serve"), student.value("advance")
 serve(switch, runner, own, [0, 1, 0], x, y)
@@ -1406,8 +1448,36 @@ def mixed(base, *names):
 
 base = reference.random_weights(seed())
 versions = [base, mixed(base, "w4", "b4"), mixed(base, "w2"), mixed(base, "b1", "w3"), {name: w.copy() for name, w in base.items()}]
+PINNED = """
+class Pinned:
+    def __init__(self, runner):
+        self.runner, self.engine, self.context = runner, runner.engine, runner.context
+
+    def same(self):
+        return self.runner.engine is self.engine and self.runner.context is self.context
+
+    def queued(self, switch, k, x, y, spin, stream):
+        import numpy
+        self.runner.infer(x, y)
+        stream.synchronize()
+        with stream:
+            y.fill(-1)
+            spin((1,), (1,), (numpy.uint64(30_000_000),))
+        self.runner.infer(x, y)
+        switch(k)
+        stream.synchronize()
+
+    def alone(self, x, y, stream):
+        # What the engine makes of x in a context of its own.
+        context = self.engine.create_execution_context()
+        fine = [context.set_input_shape("x", x.shape), context.set_tensor_address("x", x.data.ptr), context.set_tensor_address("y", y.data.ptr)]
+        fine.append(context.execute_async_v3(stream.ptr))
+        stream.synchronize()
+        return all(fine)
+"""
 for start in (student.value("WEIGHTS"), None):
     runner = student.open_runner(student.value("PLAN"), student.value("WEIGHTS"))
+    pinned = student.define(PINNED, "Pinned")(runner)
     if start is None:
         student.refit(runner, versions[2])  # what the engine holds need not be what it was built with
     switch = student.define(SERVE, "spoil")(student.value("make_switcher"), runner, versions)
@@ -1421,6 +1491,15 @@ for start in (student.value("WEIGHTS"), None):
     check.equal(x.read(), data, why="在几个版本之间随意切换，结果不对。“和现在不同”要和引擎里现在的比，开始时它也许不是任何一个版本；versions 里的数组要抄一份；切换之前要等 stream 做完。")
     held = runner.get("weights")
     check.that(all(np.array_equal(held[name], w) for name, w in versions[order[-1]].items()), why="切换以后，runner.weights 不是现在这个版本的内容。")
+    inputs = reference.random_input(seed())
+    source, target = on_gpu(inputs), on_gpu(np.zeros_like(inputs))
+    there = 2 if order[-1] == 1 else 1
+    pinned.queued(switch, there, source, target, student.value("spin"), student.value("stream"))
+    check.equal(target.read(), reference.expected(versions[order[-1]], inputs), why="切换的时候，stream 上还有没做完的推理，它得到的不是旧版本的结果。切换之前要等它做完。")
+    check.that(pinned.same(), why="切换以后，runner 的引擎或者执行上下文换了别的。要在原来的引擎里重装，显存里只放得下这一个。")
+    target.poison()
+    check.that(pinned.alone(source, target, student.value("stream")), why="切换以后，引擎不能推理了。")
+    check.equal(target.read(), reference.expected(versions[there], inputs), why="切换以后，runner.engine 里不是这个版本的权重：考官用它另建了一个执行上下文，结果不对。要在原来的引擎里重装。")
 COUNT = """
 def counted(make_switcher, runner, versions, order):
     from unittest.mock import patch
@@ -1442,6 +1521,31 @@ def counted(make_switcher, runner, versions, order):
             found.append(sorted(set(names)))
     return found
 """
+REFUSED = """
+def refused(make_switcher, runner, versions, step):
+    # What a switch raises where TensorRT answers False to the step; None where another Refitter was at work.
+    from unittest.mock import patch
+    import tensorrt
+    Real, made, refusing, raised = tensorrt.Refitter, [], [], []
+    class Refusing:
+        def __init__(self, *args, **kwargs):
+            self._real = Real(*args, **kwargs)
+            made.append(step)
+        def __getattr__(self, name):
+            found = getattr(self._real, name)
+            if not name.startswith(step):
+                return found
+            return lambda *args, **kwargs: False if refusing else found(*args, **kwargs)
+    with patch.object(tensorrt, "Refitter", Refusing):
+        switch = make_switcher(runner, versions)
+        switch(0)
+        refusing.append(step)
+        try:
+            switch(1)
+        except Exception as error:
+            raised = [each.__name__ for each in type(error).__mro__]
+    return raised if made else None
+"""
 COMPANIONS = """
 def companions(runner, arrays):
     import tensorrt
@@ -1457,17 +1561,34 @@ found = student.define(COUNT, "counted")(student.value("make_switcher"), runner,
 needed = reference.define(COMPANIONS, "companions")(reference.open_runner(reference.value("PLAN"), {}), {name: base[name] for name in ("w4", "b4")})
 check.equal(found[1], sorted(set(needed)), why="只差最后一层的切换，交出去的应当正好是最后一层的权重（和引擎说还缺的），不是全部。")
 check.that(not found[2] and not found[5], why="切换到内容完全相同的版本，不必交任何权重。相同与否看内容。")
+for step, errors in (("refit_cuda_engine", ("RuntimeError",)), ("set_named_weights", ("RuntimeError", "ValueError"))):  # the second by refit(), perhaps
+    runner = student.open_runner(student.value("PLAN"), student.value("WEIGHTS"))
+    raised = student.define(REFUSED, "refused")(student.value("make_switcher"), runner, versions, step)
+    check.that(raised is None or any(error in raised for error in errors), why="切换的时候 TensorRT 说没成（返回了 False），应当抛出 RuntimeError。交数组、重装，每一个返回值都看了吗？")
 ### END HIDDEN TESTS
 
 # %% test="make_switcher_speed" kind="speedup" points=2 tags=["gpu"]
 CYCLE = """
-def make_cycle(switch, runner, advance, x, y):
-    context = runner.context
-    def cycle():
+class Cycle:
+    def __init__(self, switch, runner, advance, x, y):
+        self.switch, self.runner, self.advance, self.x, self.y = switch, runner, advance, x, y
+        self.engine, self.context, self.kept = runner.engine, runner.context, True
+
+    def __call__(self):
+        runner = self.runner
         for k in (1, 0):
-            switch(k)
-            advance(runner, x, y)
-    return cycle
+            self.switch(k)
+            self.kept = self.kept and runner.engine is self.engine and runner.context is self.context
+            self.advance(runner, self.x, self.y)
+
+    def alone(self, k, x, y, stream):
+        # What the engine makes of x in a context of its own, after a switch.
+        self.switch(k)
+        context = self.engine.create_execution_context()
+        fine = [context.set_input_shape("x", x.shape), context.set_tensor_address("x", x.data.ptr), context.set_tensor_address("y", y.data.ptr)]
+        fine.append(context.execute_async_v3(stream.ptr))
+        stream.synchronize()
+        return all(fine)
 def make_naive(fresh_runner, plan, versions, advance, x, y, stream):
     def cycle():
         for k in (1, 0):
@@ -1483,7 +1604,7 @@ x, y, z, u, v, w = (on_gpu(np.zeros(shape, np.float32)) for _ in range(6))
 
 def cycle(party, state, output):
     runner = party.open_runner(party.value("PLAN"), party.value("WEIGHTS"))
-    return party.define(CYCLE, "make_cycle")(party.make_switcher(runner, versions), runner, party.value("advance"), state, output)
+    return party.define(CYCLE, "Cycle")(party.make_switcher(runner, versions), runner, party.value("advance"), state, output)
 
 
 work, best = cycle(student, x, y), cycle(reference, z, u)
@@ -1519,6 +1640,13 @@ for turn in range(5):
         for k in (1, 0) * CYCLES:
             data = reference.advanced(versions[k], data)
         check.equal(state.read(), data, why="计时以后再切换几次，结果不对：快，但没有做完该做的工作。")
+check.that(work.get("kept"), why="计时的时候，runner 的引擎或者执行上下文换了别的。要在原来的引擎里重装：显存里只放得下这一个。")
+for k in (1, 0):
+    inputs = reference.random_input(int(secret.integers(1, 2**31)))
+    source, target = on_gpu(inputs), on_gpu(np.zeros_like(inputs))
+    target.poison()
+    check.that(work.alone(k, source, target, student.value("stream")), why="计时以后，引擎不能推理了。")
+    check.equal(target.read(), reference.expected(versions[k], inputs), why="计了时的那个 runner，引擎里不是切换到的版本的权重：考官用它另建了一个执行上下文，结果不对。要在原来的引擎里重装。")
 rebuild, mine, yardstick = (sorted(times)[len(times) // 2] for times in took.values())
 check.that(rebuild / mine >= min(3.0, rebuild / yardstick / 2), why="一次切换至少应当比重新构建快 3 倍（或参考实现的一半）。switch 里有没有构建或装载？")
 ### END HIDDEN TESTS
@@ -1702,6 +1830,40 @@ class Bench:
     def drop_plan(self, weights):
         self.plan_of(weights).unlink()
 
+    def plan_is_a_folder(self, weights):
+        path = self.plan_of(weights)
+        path.unlink()
+        path.mkdir()
+
+    def save_beyond_the_room(self, weights, plan):
+        """A save while no file may be longer than half the plan: as below. None where a system knows no such limit."""
+        try:
+            import resource
+        except ImportError:
+            return None
+        before, (soft, hard) = set(self.names()), resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(plan) // 2, hard))
+        try:
+            self.save(weights, plan)
+            outcome = "nothing"
+        except Exception as error:
+            outcome = "OSError" if isinstance(error, OSError) else type(error).__name__
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        return [outcome, sorted(set(self.names()) - before)]
+
+    def take_of_one_name(self, weights, plan, other):
+        """What is taken for a key after a save of another, while fingerprint gives both the same name."""
+        spaces = [function.__globals__ for function in (self.save_plan, self.load_plan) if hasattr(function, "__globals__")]
+        for space in spaces:
+            space["fingerprint"] = lambda key: "0" * 16
+        try:
+            self.save(weights, plan)
+            return self.take(other)
+        finally:
+            for space in spaces:
+                space["fingerprint"] = self.fingerprint
+
     def with_replace(self, during, at):
         """Run during() in place of the at-th renaming of the next save; returns a function that ends it."""
         kept = {name: getattr(os, name) for name in ("replace", "rename", "link")}
@@ -1842,6 +2004,7 @@ for change, kind, why in (
     (lambda b: b.copy_side("v3", "v1"), "foreign", "随附文件被别的键的顶替了。"),
     (lambda b: b.edit_side("v1", {"key": {"network": "mlp", "weights": "v1"}}, ""), "foreign", "随附文件里的键少了几项。"),
     (lambda b: b.drop_plan("v1"), "damaged", "plan 文件不见了。"),
+    (lambda b: b.plan_is_a_folder("v1"), "damaged", "plan 文件的名字是一个文件夹。"),
     (lambda b: b.write_plan("v1", b""), "damaged", "plan 文件是空的。"),
     (lambda b: b.write_plan("v1", blob(4000)), "damaged", "plan 文件的内容被换掉了。"),
     (lambda b: b.write_plan("v1", plans["v1"] + b"\0"), "damaged", "plan 文件的末尾多了一个字节。"),
@@ -1866,8 +2029,13 @@ for at in (1, 2):
         check.equal(bench.save_meanwhile("v1", plans["v2"], other, at), [], why="存到一半的时候，另一个线程也存了同一个键，就出错了。临时名字是独一无二的吗？")
         check.that(bench.take("v1") in (["stored", plans["v2"]], ["stored", other]), why="两个线程同时存同一个键，之后取到的不是其中任何一份。")
 bench = new_bench()
+check.that(bench.take_of_one_name("v1", plans["v1"], "v2") in (["foreign", b""], ["absent", b""]), why="两个键的 fingerprint 碰巧相同，load_plan 就给出了别的键的 plan。fingerprint 只有 16 位，不是证据：完整的键也要比。")
+bench = new_bench()
 large = [blob(3_000_000), blob(2_500_000)]
 bench.save("v1", large[0])
+told = bench.save_beyond_the_room("v1", blob(4_000_000))
+check.that(told is None or told == ["OSError", []], why="plan 写到一半，磁盘满了：应当抛出 OSError，不留下临时文件。写的那一步出错，也要收拾。")
+check.that(bench.take("v1") == ["stored", large[0]], why="plan 写到一半，磁盘满了：原来的条目却取不到了。")
 seen, failed = bench.contest("v1", [*large, large[0]], 0.6)
 check.that(seen == ["stored"] and not failed, why="三个线程一起存、一个线程不停地取，取到了不完整的东西，或者有线程出错了。每个文件都要原子地写。")
 check.equal(len(bench.names()), 3, why="几个线程一起存完，应当剩下两份 plan 和一个随附文件，没有临时文件。")
@@ -2054,11 +2222,11 @@ with tempfile.TemporaryDirectory() as folder:
 
 # %% [markdown] tags=["instructor"]
 # 给教师：练习一的隐藏测试给每条规则单独出题，版本和计算能力都会跨过两位数（按字符串比较会错），再把许多引擎混在一起考优先次序。
-# 练习二的网络全是小整数，结果逐个相等；除了数值，还考“先查后动”、转置的视图、排队中的推理、不能重装的引擎、不带权重的引擎
+# 练习二的网络全是小整数，结果逐个相等；除了数值，还考引擎和执行上下文没有被换掉、TensorRT 返回 `False`、“先查后动”、转置的视图、排队中的推理、不能重装的引擎、不带权重的引擎
 # （H200 上 TensorRT 10.6 的 `get_missing_weights()` 对刚装载的不带权重的引擎列出零个名字，所以“有没有着落”由学生自己对账）。
-# 练习三先考正确（来回切换、开始状态不是任何版本、调用者改动数组、只交变了的），再计时：基准是每次重新装载并重装，不是重新构建，因为一次构建太久，
+# 练习三先考正确（来回切换、开始状态不是任何版本、调用者改动数组、只交变了的、切换时流还忙着），考官还用原来的引擎另建上下文核对，所以每个版本备一个引擎没有用；再计时：基准是每次重新装载并重装，不是重新构建，因为一次构建太久，
 # 没法重复上百次；和真正的重建用考官自己的钟另比一次，每一次都核对状态。
-# 练习四用换名时的挂钩制造断电和交错，不靠运气；另有半秒的真实竞争。交给 TensorRT 的坏字节只有截断的和改了文件头的，不会弄垮进程。
+# 练习四用换名时的挂钩和文件大小的上限（`RLIMIT_FSIZE`）制造断电、磁盘满和交错，不靠运气；另有半秒的真实竞争。交给 TensorRT 的坏字节只有截断的和改了文件头的，不会弄垮进程。
 
 # %% [markdown]
 # ## 小结

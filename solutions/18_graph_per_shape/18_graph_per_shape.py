@@ -1087,14 +1087,14 @@ class Context:
     def __setattr__(self, name, value):
         setattr(self._real, name, value)
 
-    def execute_async_v3(self, lane):
+    def execute_async_v3(self, stream_handle):
         watched = self._watched
         capturing = watched.stream.is_capturing()
         profile, length = self._real.active_optimization_profile, tuple(self._real.get_tensor_shape("x"))[0]
         watched.log.append(["captured" if capturing else "eager", int(profile), int(length)])
         if (watched.shy and capturing) or (watched.lame and not capturing):
             return False
-        return self._real.execute_async_v3(lane)
+        return self._real.execute_async_v3(stream_handle)
 
     def __del__(self):
         stream = self._watched.stream
@@ -1155,6 +1155,12 @@ def happened(spy, *kinds):
     return [line for line in spy.get("log") if line[0] in kinds]
 
 
+def called(spy, want):
+    """Whether the engine was called as wanted, or with a new context for each capture, which was then warmed up just before."""
+    anew = [each for line in want for each in ([["eager", *line[1:]], line] if line[0] == "captured" else [line])]
+    return happened(spy, "eager", "captured") in (want, anew)
+
+
 spy = watched(student.value("engine"), student.value("stream"))
 cache = student.GraphCache(2)
 first, second, third = lent(20), lent(33), lent(20)
@@ -1162,7 +1168,7 @@ check.equal(counts(cache), [0, 0, 0, 0, 0], why="counters 应当是字典，有 
 for _ in range(4):
     asked(cache, spy, 1, first, "同一组缓冲连续来四次，每次就地换了数据，有一次的结果不对。图要读地址里现在的数据。")
 check.equal(counts(cache), [2, 1, 1, 0, 0], why="同一个键来四次，应当是一次 misses、一次 captures、两次 hits。第一次直接入队，第二次捕获并启动，以后只启动。")
-check.equal(happened(spy, "eager", "captured"), [["eager", 1, 20], ["captured", 1, 20]], why="四次请求里，引擎应当只被叫到两次：第一次直接入队，第二次在捕获里。以后的都只启动图。")
+check.that(called(spy, [["eager", 1, 20], ["captured", 1, 20]]), why="四次请求里，引擎应当只被叫到两次：第一次直接入队，第二次在捕获里（换一个新的上下文来捕获，则再加它的预热）。以后的都只启动图。")
 check.nodes(cache.graphs()[0], kernels=(1, None), why="graphs() 应当返回现有的图的列表，里面是捕获到的 Graph。")
 asked(cache, spy, 1, second, "换了长度，结果不对。形状在键里吗？新的形状要用新的上下文。")
 asked(cache, spy, 1, third, "长度一样，换了一组缓冲，结果不对。三个地址都在键里吗？")
@@ -1202,7 +1208,7 @@ for _ in range(90):
     model_of_cache[key] = seen + 1
 check.equal(counts(cache), [model[name] for name in NAMES], why="一长串请求以后，计数不对。命中以后，这个键要变成最近用过的；淘汰的应当是最久没用过的，不是最早存进来的。每个请求只记一次。")
 for name, each in spies.items():
-    check.equal(happened(each, "eager", "captured"), [line for who, line in enqueued if who == name], why="引擎被叫到的次数或次序不对：每个新键入队一次，第二次捕获一次，命中的请求不该再叫引擎。Profile 用对了吗？")
+    check.that(called(each, [line for who, line in enqueued if who == name]), why="引擎被叫到的次数或次序不对：每个新键入队一次，第二次捕获一次，命中的请求不该再叫引擎。Profile 用对了吗？")
 alive = sum(len(happened(each, "new")) - len(happened(each, "gone")) for each in spies.values())
 check.equal(alive, len(model_of_cache), why="活着的执行上下文应当正好和缓存里的键一样多：一个键一个上下文，被淘汰的要真的放掉。")
 # 2. What the cache calls graphs: as many as the model says, and each computes its own key's y when the examiner launches its definition.
@@ -1262,6 +1268,15 @@ class Client:
         cache.run(engine, 1, *self.arrays)
         self.stream.synchronize()
         return self.arrays[2].get()
+
+    def let_go(self):
+        "Let go of the arrays. Does anybody still hold one?"
+        import gc
+        import weakref
+        seen = [weakref.ref(array) for array in self.arrays]
+        self.arrays = None
+        gc.collect()
+        return any(each() is not None for each in seen)
 """
 clients = [student.define(CLIENT, "Client")(student.value("stream")) for _ in range(2)]
 cache, base = student.GraphCache(4), int(secret.integers(40, 120)) * 2
@@ -1273,6 +1288,8 @@ for _ in range(24):
         for _ in range(int(secret.integers(1, 4))):
             host = drawn(length)
             check.equal(client.ask(cache, plain, host), reference.expected(host), why="缓冲释放以后换一个长度重新申请，结果就不对了：同一个地址，不一定是同一个形状。")
+kept = [client.let_go() for client in clients]
+check.that(not any(kept), why="请求早做完了，调用者也放手了，缓存却还留着他的缓冲：那块显存谁也用不了。条目里不要存 x、mask、y，键里只要形状和地址这些数。")
 check.equal(sum(counts(cache)) - counts(cache)[3], sum(counts(cache)[:3]), why="没有一次捕获被拒绝，fallbacks 应当是 0。")
 # 6. Evictions give memory back, and wait for the GPU.
 cache, group = student.GraphCache(2), [lent(length) for length in range(60, 64)]
@@ -1431,7 +1448,10 @@ class GraphBank:
 
 # %% test="GraphBank" kind="structure" points=3 tags=["gpu"]
 RATIONS = """
+import gc
+import weakref
 import cupy
+from cuda.bindings import runtime
 
 class Context:
     def __init__(self, watched, real):
@@ -1443,25 +1463,34 @@ class Context:
     def __setattr__(self, name, value):
         setattr(self._real, name, value)
 
-    def set_device_memory(self, pointer, size):
-        self._watched.scratch.append([int(pointer), int(size)])
-        return self._real.set_device_memory(pointer, size)
+    def set_device_memory(self, memory, size):
+        self._watched.scratch.append([int(memory), int(size)])
+        return self._real.set_device_memory(memory, size)
 
-    def execute_async_v3(self, lane):
+    def execute_async_v3(self, stream_handle):
+        self._watched.enqueues.append(int(runtime.cudaStreamIsCapturing(stream_handle)[1]) != 0)
         self._watched.least = min(self._watched.least, int(cupy.cuda.Device().mem_info[0]))
-        return self._real.execute_async_v3(lane)
+        return self._real.execute_async_v3(stream_handle)
 
 class Watched:
-    # Writes down the scratch that contexts are given, and the least free memory seen at an enqueue.
+    # Writes down the scratch that contexts are given, the enqueues, whether captured, and the least free memory seen at one.
     def __init__(self, engine):
-        self.engine, self.scratch, self.least = engine, [], 1 << 62
+        self.engine, self.scratch, self.enqueues, self.least, self.lent = engine, [], [], 1 << 62, weakref.WeakSet()
 
     def __getattr__(self, name):
         return getattr(self.engine, name)
 
     def create_execution_context(self, *arguments, **more):
         real = self.engine.create_execution_context(*arguments, **more)
-        return real if real is None else Context(self, real)
+        if real is None:
+            return None
+        context = Context(self, real)
+        self.lent.add(context)
+        return context
+
+    def alive(self):
+        gc.collect()
+        return len(self.lent)
 """
 MAKER = """
 class Maker:
@@ -1539,7 +1568,10 @@ def built(engine_there, order, budget, captured):
 
 
 whole = share(BUCKETS[-1], first=True) + sum(map(share, BUCKETS[:-1]))
-maker.make(book_there, BUCKETS, whole + 512 * MIB)  # loads what is loaded only once, before anything is measured
+KEPT = "图还在，它的执行上下文却已经没有人引用、被回收了：图里的内核还要用上下文里的东西。一张图一个上下文，都要留住。"
+watch = rations(book_there)
+made = maker.make(watch, BUCKETS, whole + 512 * MIB)  # loads what is loaded only once, before anything is measured
+check.that(watch.alive() >= len(made), why=KEPT)
 maker.infer(on_gpu(np.zeros((1024, 64), np.float32)), on_gpu(np.zeros((1024, 64), np.float32)))
 made, _, _ = built(book_there, BUCKETS, whole + 64 * MIB, BUCKETS)
 check.equal(made, BUCKETS, why="预算足够四个桶，captured 应当是四个桶的升序列表。")
@@ -1561,6 +1593,9 @@ for buckets, budget, captured, why in (
     order = [bucket for bucket in MIXED[:: int(secret.choice([1, -1]))] if bucket in buckets]
     made, watch, used = built(book_there, order, budget, captured)
     check.equal(made, captured, why=why)
+    enqueues = list(watch.get("enqueues"))
+    check.equal(enqueues.count(True), len(captured), why="说是配了图的桶，在捕获里入队的次数却不一样多：captured 里的每个桶，都要真的捕获一张图。")
+    check.that(watch.alive() >= len(captured), why=KEPT)
     check.that(used <= budget, why="由考官向驱动量到的显存占用超过了预算。默认的上下文自己会按最大形状申请暂存；内存池也会多拿。每建一个之前，问过驱动吗？")
     scratch = watch.get("scratch")
     check.that(len({pointer for pointer, _ in scratch}) == 1, why="同一个 GraphBank 里的图应当共用一块暂存，而且从头到尾是同一块：图里写死了它的地址。")
@@ -1576,6 +1611,7 @@ for buckets, budget, captured, why in (
         grown = level - reference.free_bytes()
         if grown < 2 * MIB:
             break
+    check.equal(list(watch.get("enqueues")), enqueues, why="infer 又叫了引擎：配了图的桶，每个请求只启动那张图，不入队，也不再捕获。")
     check.that(grown < 2 * MIB, why="推理了几次以后，显存越占越多：infer 里不该再申请显存。")
     if captured[-1] < 65536:
         x, y = on_gpu(np.zeros((65536, 64), np.float32)), on_gpu(np.zeros((65536, 64), np.float32))
@@ -1765,6 +1801,26 @@ def tenants(stream, sizes):
     return held
 """
 tenants = student.define(TENANTS, "tenants")
+# What a request puts into the stream: of which kinds the nodes are. One graph launch is one node; waiting is refused.
+SUBMITTED = """
+def submitted(server, stream, x, slots):
+    import contextlib
+    import cupy
+    from cuda.bindings import runtime
+    from launchlab.exam.agent import describe_graph
+    failure, graph, refused = cupy.cuda.runtime.CUDARuntimeError, None, False
+    with stream:
+        stream.begin_capture()
+        try:
+            server.infer(x, slots)
+        except failure:
+            refused = True
+        finally:
+            with contextlib.suppress(failure):
+                graph = stream.end_capture()
+    runtime.cudaGetLastError()
+    return None if refused or graph is None else sorted(describe_graph(graph)["kinds"])
+"""
 for order in ([1, 3, 0, 2], [2, 0, 3, 1]):  # a list taken for sorted, one way or the other, or its ends for the extremes, shows in one of them
     buckets = sorted(int(bucket) for bucket in secret.choice(np.arange(20, 300), 4, replace=False))
     start = secret.integers(-8, 8, (1024, 64)).astype(np.float32)
@@ -1784,6 +1840,14 @@ for order in ([1, 3, 0, 2], [2, 0, 3, 1]):  # a list taken for sorted, one way o
         sending(server, lend_all(requests))
         start = settled(start, requests)
         check.equal(book_of_slots, start, why="一串长短不一的请求以后，table 不对。大的之后来小的，填充的行写上哨兵了吗？正好等于桶的长度呢？比最大的桶还长的呢？buckets 不一定是升序的。")
+    trusted = reference.PaddedServer(on_gpu(start), buckets)
+    for bucket in buckets:
+        request = made(bucket - int(secret.integers(0, 8)))
+        mine, theirs = lend_all([request, request])
+        put = student.define(SUBMITTED, "submitted")(server, student.value("stream"), *mine)
+        due = reference.define(SUBMITTED, "submitted")(trusted, reference.value("stream"), *theirs)
+        check.that(put == due, why="有桶装得下的请求，infer 应当只往 stream 里放一次 launch_stage 和一次图启动。你的 infer 放进去的不是这样：是不是又逐个入队、捕获了，多了拷贝，用了别的流，或者等了 GPU？")
+    check.equal(book_of_slots, start, why="有工作没有放进 stream，自己先执行了。")
     check.equal(server.get("fallbacks"), beyond, why="fallbacks 的次数不对：比最大的桶还长的请求，每个记一次；别的都不该回退。最大的桶不一定在 buckets 的末尾。")
     for other in others:
         check.equal(other, np.full(other.numpy().shape, 0x5A5A5A5A, np.int32), why="重放写坏了别人的数组：固定缓冲已经被回收，图还在往老地址写。请让 PaddedServer 留住它们。")
@@ -1890,6 +1954,7 @@ lab.say(
 # 捕获的张数因此不靠学习者自己的计数。`graphs()` 交出的图由考官按定义重新实例化、启动、核对。
 # 练习三的显存由参考进程向驱动量（整块 GPU），所以不能靠账本过关；考试的时候别让别的程序在同一块 GPU 上大进大出。
 # 每个预算离临界都有 1 MiB 以上。练习四的状态是整数，填充的行一写错槽位，`table` 就对不上。
+# 练习三的 `infer` 不许再叫引擎；练习四在捕获中做一个请求，进图的应当和参考实现一样：一个内核、一张子图。没有图的写法，结果再对也不得分。
 # 这两道题的隐藏测试里，`buckets` 的次序是挑过的：照给的次序看、把末尾的当成最大的，都会露馅。
 
 # %% [markdown]

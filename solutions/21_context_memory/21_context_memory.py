@@ -751,8 +751,8 @@ lab.say(
         ],
     )
     + f"\n\n省掉分配暂存：{own_scratch.ratio:.2f} 倍。"
-    + ("分配占了大头。" if own_scratch.ratio > 1.5 else "几乎没有差别：**贵的是创建上下文本身**，分配暂存只是零头。")
-    + f"上下文常备、共用一块，比现建现扔的 `STATIC` 快 **{kept.ratio:.1f} 倍**。"
+    + ("分配占了大头。" if own_scratch.ratio > 2 else "**贵的是创建上下文本身**，分配暂存只是小头。")
+    + f"再把现建现扔的 `STATIC` 和“常备、共用一块”直接交替着量：{kept.first.median:.0f} µs 对 {kept.second.median:.0f} µs，前者是后者的 **{kept.ratio:.1f} 倍**。"
 )
 del own  # its scratch goes with it
 
@@ -819,7 +819,7 @@ class Audit:
         self.streams = streams
         self.room, self.end = cp.full(ROOM, CLEAN, cp.uint8), APART
         self.live, self.released, self.asked, self.captured = {}, [], [], weakref.WeakSet()
-        self.peak, self.early, self.contexts, self.faults, self.denied = 0, 0, 0, [], None
+        self.peak, self.early, self.contexts, self.enqueued, self.faults, self.denied = 0, 0, 0, 0, [], None
         self.flag, self.kernel = cupyx.zeros_pinned(1, np.int32), cp.RawKernel(HOLD, "hold")
         self.hold(self.streams[0], open_gate=True)
         self.engines = [Engine(self, engine) for engine in engines]
@@ -929,6 +929,11 @@ class Audit:
                 desk.infer(index, fed, got, on)
         cp.cuda.runtime.deviceSynchronize()
 
+    def alive(self):
+        # How many contexts that went into a graph are still there.
+        gc.collect()
+        return len(self.captured)
+
     def used(self):
         # What must not grow: bytes of CuPy's pool in use, bytes of blocks in use, contexts made.
         gc.collect()
@@ -997,6 +1002,7 @@ class Context:
         self._context.set_device_memory(memory, size)
 
     def execute_async_v3(self, stream_handle):
+        self._audit.enqueued += 1
         if self._managed and self._rows is not None:
             self._inspect()
         accepted = self._forward("execute_async_v3", stream_handle)
@@ -1147,7 +1153,7 @@ check.equal(sum(each[2] > 0 for each in found), 0, why="换一些规划表，总
 # - `on` 是任意的非阻塞流，每次都可能换。**任何两次使用暂存的推理和重放都不能重叠**，不管在哪条流上、是哪个引擎；
 # - 上下文一律 `USER_MANAGED`。`infer` 每个引擎用一个上下文，重复使用；每张图用一个自己的上下文，捕获以后不再碰它；
 # - 暂存只从 `new_block` 来，大小按**这一次的形状**问；手里的块够大就接着用，不够才换大的；
-# - 换块以后，旧的块没有图用着就该还（不再引用它），但要等 GPU 用完；有图用着就得留着，那张图没了才还；
+# - 换块以后，旧的块没有图用着就该还（不再引用它），但要等 GPU 用完，最晚到再下一次推理为止；有图用着就得留着，那张图没了就还；
 # - `False` 要变成 `RuntimeError`。`new_block` 抛了 `MemoryError`、`bind` 抛了异常，都让它传出去；之后合法的请求照常正确，也还能捕获。
 #
 # `desk` 和图各自保管它们需要的一切；`x`、`y` 由调用者保管。
@@ -1281,14 +1287,20 @@ class Bench:
         x, y = pair(rows)
         return which, x, y, self.desk.capture(which, x, y)
 
+    def graphs_stand(self, count):
+        """So many graphs hold the inference of a context each, which somebody keeps."""
+        check.that(self.audit.alive() >= count, why="每张图要有一个自己的上下文：在捕获里入队，图还在就一直留着。有的图没有（没有真的捕获，或者图的上下文没有人引用、被回收了）。")
+
     def replay(self, captured, lane, why):
         """New x in place, poisoned y, one replay, compared."""
         which, x, y, graph = captured
         data = x.write(whole(*x.shape))
         y.poison()
+        enqueued = self.audit.get("enqueued")
         graph.launch(self.streams[lane])
         self.streams[lane].synchronize()
         check.equal(y.read(), reference.expected(data, reference.value("WIDTHS")[which]), why=why)
+        check.equal(self.audit.get("enqueued"), enqueued, why="launch 又入队了一次：它应当只启动捕获好的图。")
 
     def obeys(self):
         for fault in self.audit.get("faults"):
@@ -1302,6 +1314,7 @@ bench = Bench()
 bench.infer(1, 100, 0, "第一次推理，结果不对。")
 bench.infer(1, 16, 1, "换一个小形状，结果不对。")
 first = bench.capture(1, 40)
+bench.graphs_stand(1)
 bench.replay(first, 0, "捕获以后重放，结果不对。")
 bench.infer(0, 256, 2, "换成要得更多的引擎，结果不对：暂存要跟着变大。")
 bench.audit.clean()
@@ -1316,6 +1329,8 @@ largest = 0
 for which, rows, lane in ((1, 9, 0), (0, int(secret.integers(60, 90)), 1), (1, 256, 2), (0, 200, 0), (1, 1, 1), (0, 256, 2), (1, 128, 0)):
     before, grows = len(bench.audit.get("asked")), bench.needs(which, rows) > largest
     bench.infer(which, rows, lane, "形状和引擎交错着来，结果不对。")
+    if grows:  # whoever lets go of the old block a little later, when the GPU is done with it, does so now
+        bench.infer(which, rows, lane, "形状和引擎交错着来，结果不对。")
     bench.obeys()
     asked = bench.audit.get("asked")
     check.that(len(asked) <= before + grows, why="手里的块已经够大，却又要了一块。")
@@ -1329,6 +1344,7 @@ check.equal(bench.audit.touched()[0], 0, why="块以外的显存被写坏了。"
 bench = Bench()
 graphs = [bench.capture(1, 30), bench.capture(0, 8), bench.capture(1, 250), bench.capture(0, 120), bench.capture(0, 256)]
 bench.obeys()
+bench.graphs_stand(len(graphs))
 for _ in range(3):
     bench.audit.clean()
     bench.obeys()
@@ -1338,10 +1354,30 @@ for _ in range(3):
         bench.infer(which, rows, int(secret.integers(3)), "推理和重放交错，结果不对。")
     check.equal(bench.audit.touched(), [0, 0], why="重放写到了已经还掉的块里：图用着的块，要由图保管。")
 bench.obeys()
+bench.graphs_stand(len(graphs))
 before = bench.audit.used()[1]
 x, y = pair(256)
 bench.audit.drop(bench.desk, 0, x, y)
 check.equal(bench.audit.used()[1], before, why="一张图没了，它用的块如果别人不用，就应当还掉；它也不该另要一块。")
+
+# A graph from before the block grew: the old block lives as long as the graph, and no longer.
+OUTLIVED = """
+def outlived(audit, desk, small, large, on):
+    graph = desk.capture(*small)
+    graph.launch(on)
+    desk.infer(*large, on)
+    on.synchronize()
+    told = [audit.alive(), audit.held()]
+    del graph
+    desk.infer(*large, on)
+    on.synchronize()
+    return [*told, audit.alive(), audit.held()]
+"""
+bench = Bench()
+small, large = [1, *pair(40)], [0, *pair(256)]
+found = student.define(OUTLIVED, "outlived")(bench.audit, bench.desk, small, large, bench.streams[0])
+check.equal(found[:2], [1, bench.needs(1, 40) + bench.needs(0, 256)], why="换了更大的块、旧的图还在的时候，应当正好有两块：图用着的旧块，和新的。")
+check.equal(found[2:], [0, bench.needs(0, 256)], why="换了更大的块以后，旧的图没了，它的上下文和旧块却没有还：除了调用者，还有谁引用着那张图？")
 
 # Refusals: they come out as exceptions, nothing is written, and the desk serves on.
 bench = Bench()
@@ -1431,6 +1467,29 @@ apart(mine, first, replays[0], "先推理，再在另一条流上重放", free_c
 apart(mine, replays[0], other, "先重放，再在另一条流上推理", free_cpu)
 apart(mine, replays[1], replays[0], "两张图在两条流上重放", free_cpu)
 apart(mine, replays[0], replays[0], "同一张图在两条流上重放", free_cpu)
+
+# The warm-up before a capture takes its turn, too.
+CAPTURES = """
+def captures(audit, task, desk, which, x, y):
+    # Capture while a task waits behind a closed gate. Whether y was written before the gate opened.
+    import time
+    import cupy as cp
+    a, _, c = audit.streams
+    cp.cuda.runtime.deviceSynchronize()
+    before = y.get(stream=c)
+    audit.hold(a)
+    try:
+        getattr(task[0], task[1])(*task[2:], a)
+        graph = desk.capture(which, x, y)
+        time.sleep(0.03)
+        written = bool((y.get(stream=c) != before).any())
+        return written and not a.done  # in this order: if the gate gives way meanwhile, it proves nothing
+    finally:
+        audit.flag[0] = 1
+        cp.cuda.runtime.deviceSynchronize()
+"""
+overtook = student.define(CAPTURES, "captures")(audit, first, desk, 1, *buffers(64))
+check.that(not overtook, why="前一个推理还没有开始，捕获之前的预热就已经做完了，两次推理可以在同一块暂存上重叠。预热也要等事件、记事件。")
 
 # The block grows while the old one is in use: it may go back only afterwards.
 growing = Side(student, (1, 1, 1))  # engine 1 needs less than engine 0, whether or not scratch depends on the shape
@@ -1540,6 +1599,8 @@ def serves_all(shapes):
         check.that(False, why=CAUSES[fault])
     audit.clean()
     check.that("unpinned" not in audit.get("faults"), why=CAUSES["unpinned"])
+    check.that(audit.alive() >= len(shapes), why="每张图要有一个自己的上下文：在捕获里入队，图还在就一直留着。有的图没有（没有真的捕获，或者图的上下文没有人引用、被回收了）。")
+    enqueued = audit.get("enqueued")
     for number in [*secret.permutation(len(shapes)), *secret.permutation(len(shapes))]:
         which, x, y = asked[number]
         data = x.write(secret.integers(-8, 9, x.shape).astype(np.float32))
@@ -1549,6 +1610,10 @@ def serves_all(shapes):
         on.synchronize()
         check.equal(y.read(), reference.expected(data, reference.value("WIDTHS")[which]), why="重放的结果不对。图的次序和 requests 对得上吗？块还有人留着吗？")
     check.equal(audit.touched(), [0, 0], why="重放写到了块以外，或者已经还掉的块里。")
+    if len(shapes) > 1:
+        _, overtook = audit.race([graphs[0], "launch"], [graphs[-1], "launch"])
+        check.that(not overtook, why="两张图在两条流上重放，前一张还没有开始，后一张已经做完了：它们可以在同一块暂存上重叠。规矩和练习二相同，中间要有一个事件。")
+    check.equal(audit.get("enqueued"), enqueued, why="launch 又入队了：它应当只启动捕获好的图。")
 
 
 serves_all([(1, 16), (0, 256), (1, 64)])
@@ -1653,7 +1718,7 @@ class Service:
         once = reference.expected(data, self.width)
         check.equal([y.read(), x.read()], [once, reference.expected(once, self.width)], why=why)
         for fault in self.audit.get("faults"):
-            check.that(False, why=FAULTY[fault])
+            check.that(fault not in FAULTY, why=FAULTY.get(fault, ""))
         check.equal([self.audit.get("contexts"), self.audit.get("asked")], before, why="serve 里不应当再创建上下文，也不应当再要块。")
 
 
@@ -1669,11 +1734,35 @@ missing = next(rows for rows in range(1, 257) if rows not in sizes)
 x, y = on_gpu(np.ones((missing, 64), np.float32)), on_gpu(np.zeros((missing, 64), np.float32))
 check.raises("ValueError", service.ready.serve, x, y, why="行数不在 sizes 里，应当抛 ValueError，哪怕引擎收得下。")
 check.equal(y, np.zeros((missing, 64), np.float32), why="被拒绝的请求改动了 y。")
+AT_RETURN = """
+def at_return(audit, serve, x, y, stream):
+    # What x and y hold when serve comes back; the stream is held before, until the gate gives way by itself.
+    import cupy as cp
+    looking = audit.streams[2]
+    audit.hold(stream)
+    try:
+        serve(x, y)
+        return [each.get(stream=looking) for each in (x, y)]
+    finally:
+        audit.flag[0] = 1
+        cp.cuda.runtime.deviceSynchronize()
+"""
+data = secret.integers(-8, 9, (sizes[0], 64)).astype(np.float32)
+x, y = on_gpu(data), on_gpu(np.zeros((sizes[0], 64), np.float32))
+once = reference.expected(data, service.width)
+found = student.define(AT_RETURN, "at_return")(service.audit, service.ready.get("serve"), x, y, student.value("stream"))
+check.equal(found, [reference.expected(once, service.width), once], why="GPU 忙一点，serve 返回的时候结果就还没有好：等做完才返回。")
+enqueued = service.audit.get("enqueued")
+service.served(sizes[0], "等过一次 GPU 以后，结果不对。")
 x, y = (on_gpu(np.zeros((sizes[0], 64), np.float32)) for _ in range(2))
-for after in (0, 1):
-    service.audit.deny("execute_async_v3", after)
-    check.raises("RuntimeError", service.ready.serve, x, y, why="execute_async_v3 返回了 False，应当变成 RuntimeError。")
-    service.served(sizes[0], "TensorRT 拒绝过一次以后，合法的请求结果不对。")
+if service.audit.get("enqueued") > enqueued:  # else it is graphs that serve, and the refusal is to come when they are made
+    for after in (0, 1):
+        service.audit.deny("execute_async_v3", after)
+        check.raises("RuntimeError", service.ready.serve, x, y, why="execute_async_v3 返回了 False，应当变成 RuntimeError。")
+        service.served(sizes[0], "TensorRT 拒绝过一次以后，合法的请求结果不对。")
+else:
+    service.audit.deny("execute_async_v3")
+    check.raises("RuntimeError", student.make_ready, service.audit.get("engines")[1], sizes, service.audit.get("new_block"), why="execute_async_v3 返回了 False，make_ready 应当抛出 RuntimeError。")
 check.raises("TypeError", service.ready.serve, np.zeros((sizes[0], 64), np.float32), y, why="x 是 NumPy 数组，bind 会抛 TypeError，让它传出去。")
 service.served(sizes[1], "拒绝了坏的请求以后，合法的请求结果不对。")
 check.equal(service.audit.touched()[0], 0, why="块以外的显存被写坏了。")
@@ -1715,6 +1804,7 @@ check.equal(x.read(), data, abs=0.5, why="计时以后再跑几次，结果不�
 # 房间里块与块之间、块以外的字节就是护栏。`Context` 在入队之前查暂存够不够、还在不在，不够的不会真的交给 TensorRT。
 # “重叠”用闸门考：流 0 被一个等主机标志的内核拦住（最多半秒），前一个请求排在它后面，后一个请求在流 1 上；没有事件的话，
 # 后一个 30 ms 之内就做完了。CPU 要是在等 GPU，也由同一次看出来；参考实现自己要是也等（TensorRT 在这台机器上非等不可），这一条就不考。
+# 是不是真的有图，看两样：进过捕获的上下文还在不在（没人引用的会被回收），`launch` 有没有再入队。
 # 练习四的加速来自上下文的创建，不是暂存的分配：“起步的代价”那张表里，分配只是零头，所以“现建现扔但共用”过不了速度这一关。
 
 # %% [markdown]

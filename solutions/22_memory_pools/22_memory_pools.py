@@ -1341,14 +1341,16 @@ def rules(events, threshold):
 
 
 def random_events(count):
-    events, lent = [], []
+    events, lent, past = [], [], []
     for number in range(count):
         draw = secret.random()
         if draw < 0.4 or not lent:
-            lent.append(f"n{secret.integers(0, 1000)}_{number}")
+            again = past and secret.random() < 0.5
+            lent.append(past.pop() if again else f"n{secret.integers(0, 1000)}_{number}")
             events.append(("alloc", lent[-1], int(secret.integers(1, 500))))
         elif draw < 0.7:
-            events.append(("free", lent.pop(int(secret.integers(0, len(lent))))))
+            past.append(lent.pop(int(secret.integers(0, len(lent)))))
+            events.append(("free", past[-1]))
         elif draw < 0.85:
             events.append(("sync",))
         elif draw < 0.95:
@@ -1360,10 +1362,11 @@ def random_events(count):
 
 cases = [(random_events(int(secret.integers(5, 60))), int(secret.integers(0, 1500))) for _ in range(40)]
 got = [student.replay_account(*case) for case in cases]
-check.equal(got, [rules(*case) for case in cases], why="几十个池子一起看，有的账不对。逐个事件对照规则表：修剪会不会让 reserved 变大？最高水位清零以后从哪里开始？")
+check.equal(got, [rules(*case) for case in cases], why="几十个池子一起看，有的账不对。逐个事件对照规则表：修剪会不会让 reserved 变大？最高水位清零以后从哪里开始？还掉的名字再来分配呢？")
 check.equal(student.replay_account([], 5), [0, 0, 0, 0, 0], why="没有事件，就是一个空池子。")
-check.raises("ValueError", student.replay_account, [("alloc", "a", 1), ("free", "a"), ("free", "a")], 9, why="释放两次，第二次应当抛 ValueError。")
-check.raises("ValueError", student.replay_account, [("alloc", "a", 1), ("alloc", "a", 2)], 9, why="还没有释放的名字又来分配，应当抛 ValueError。")
+for begun in ([], [("alloc", "b", 3)]):
+    check.raises("ValueError", student.replay_account, [*begun, ("alloc", "a", 1), ("free", "a"), ("free", "a")], 9, why="释放两次，第二次应当抛 ValueError，不管还有没有别的名字借着。")
+    check.raises("ValueError", student.replay_account, [("alloc", "a", 1), *begun, ("alloc", "a", 2)], 9, why="还没有释放的名字又来分配，应当抛 ValueError。")
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -1383,6 +1386,7 @@ ax.plot(thresholds, [outcome[4] for outcome in outcomes], color="C0")
 ax.set_xlabel("门槛（MiB）")
 ax.set_ylabel("向驱动再要几次", color="C0")
 right_axis = ax.twinx()
+right_axis.grid(visible=False)
 right_axis.plot(thresholds, [outcome[1] for outcome in outcomes], color="C1", linestyle="--")
 right_axis.set_ylabel("最后 reserved（MiB，虚线）")
 ax.set_title("模型：同一段流量，不同的门槛")
@@ -1545,18 +1549,34 @@ def graph_used():
     return int(checked(runtime.cudaDeviceGetGraphMemAttribute(DEVICE, GRAPH.cudaGraphMemAttrUsedMemCurrent)))
 
 
+def graph_of(mib, freed):
+    \"\"\"A graph made, launched and destroyed that allocates so much, and frees it again or not. Returns the address.\"\"\"
+    checked(runtime.cudaStreamBeginCapture(side.ptr, runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal))
+    address = checked(runtime.cudaMallocAsync(mib * MIB, side.ptr))
+    checked(runtime.cudaMemsetAsync(address, 1, mib * MIB, side.ptr))
+    if freed:
+        checked(runtime.cudaFreeAsync(address, side.ptr))
+    graph = checked(runtime.cudaStreamEndCapture(side.ptr))
+    executable = checked(runtime.cudaGraphInstantiate(graph, 0))
+    checked(runtime.cudaGraphLaunch(executable, side.ptr))
+    checked(runtime.cudaGraphExecDestroy(executable))
+    checked(runtime.cudaGraphDestroy(graph))
+    return address
+
+
 def case(audit, make_pool, launch_spin, before, pooled, graphed, arrays, garbage):
     \"\"\"[what audit told, [pool's reserved before, after, CuPy's total before, after, threshold kept?, graph memory left]].
 
     before: MiB lent by the pool, and once more lent and freed, before the audit. pooled, graphed: [[MiB, freed again?], ...].
-    arrays: MiB kept. garbage: MiB held by a reference cycle.
+    arrays: MiB kept. garbage: MiB held by a reference cycle. Graphs, too, hold 192 MiB before the audit, and have held more.
     \"\"\"
     threshold = 1 << 40
     pool = make_pool(threshold)
     early = [checked(runtime.cudaMallocFromPoolAsync(before * MIB, pool, side.ptr)) for _ in range(3)]
     for address in early[1:]:
         checked(runtime.cudaFreeAsync(address, side.ptr))
-    kept, debts = [], []
+    kept, debts = [], [graph_of(192, False)]
+    graph_of(320, True)
 
     def work():
         with side:
@@ -1568,16 +1588,7 @@ def case(audit, make_pool, launch_spin, before, pooled, graphed, arrays, garbage
             else:
                 debts.append(address)
         for mib, freed in graphed:
-            checked(runtime.cudaStreamBeginCapture(side.ptr, runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal))
-            address = checked(runtime.cudaMallocAsync(mib * MIB, side.ptr))
-            checked(runtime.cudaMemsetAsync(address, 1, mib * MIB, side.ptr))
-            if freed:
-                checked(runtime.cudaFreeAsync(address, side.ptr))
-            graph = checked(runtime.cudaStreamEndCapture(side.ptr))
-            executable = checked(runtime.cudaGraphInstantiate(graph, 0))
-            checked(runtime.cudaGraphLaunch(executable, side.ptr))
-            checked(runtime.cudaGraphExecDestroy(executable))
-            checked(runtime.cudaGraphDestroy(graph))
+            address = graph_of(mib, freed)
             if not freed:
                 debts.append(address)
         with side:
@@ -1638,6 +1649,9 @@ for _ in range(4):
     check.equal(told[3], after[5], why="换一段工作，图的 left 不对。先等、再修剪、再读。")
     check.that(told[4] >= max(leaked, 32) * MB, why="图的 peak 太小：最高水位要在调用之前清零，之后、修剪之前读。")
     check.that(told[5] >= told[3] and told[5] > 0, why="图的 kept 不对：它要在修剪之前读，这时候释放了的也还留着。")
+    most = (32 * len(graphed) + 32) * MB  # all of them at once, and some for rounding up
+    check.that(told[4] <= most, why="图的 peak 太大，比 work() 里所有的图加起来还多：以前的最高水位清零了吗，调用之前就在用的减掉了吗？")
+    check.that(told[5] <= most, why="图的 kept 太大，比 work() 里所有的图加起来还多：要减去调用之前、修剪以后的 reserved。")
     check.equal(told[6], sum(arrays) * MB, why="换一段工作，CuPy 的 left 不对。")
     check.equal(told[7], after[3] - after[2], why="CuPy 的 kept 应当是 total_bytes 的变化；查账的人不要 free_all_blocks。")
     check.that(after[1] >= after[0] and after[3] >= after[2], why="查账以后，pool 或 CuPy 的池留着的变少了：查账的人不动账，不修剪，也不 free_all_blocks。")
@@ -1936,7 +1950,7 @@ check.that(min(each[3] for each in told) <= 32 << 20, why="三百张图以后，
 # - `server.idle(keep)`：歇下来时调用，把空着的交还给驱动，至少留下 `keep` 字节；
 # - `server.close()`：做完、还完，销毁池子。关过再关一次，什么也不做。
 #
-# 快慢看端到端：从提交到整个设备做完，`server(x, sizes)` 不超过 `serve_plain` 的一半。如果参考解答在这台机器上快不到 4 倍，
+# 快慢看端到端：请求一个一个地来，每个从提交到整个设备做完，你的用时不超过 `serve_plain` 的一半。如果参考解答在这台机器上快不到 4 倍，
 # 门槛降到它的倍数的一半，最低 1.2 倍；差一点的，得一半分。在笔记本里运行测试时，参考解答由你自己的答案充当，以 `./grader/launch check 22` 为准。
 
 # %% tags=["gpu"]
@@ -2065,6 +2079,74 @@ data = x.write(secret.integers(0, 2**32, size, dtype=np.uint32))
 second(x, sizes[:5])
 check.equal(x.read(), reference.served(data, sizes[:5]), why="两个服务同时在，关掉一个，另一个就不对了：池子不能共用。")
 second.close()
+
+AROUND = """
+from time import perf_counter
+
+import cupy
+from cuda.bindings import driver, runtime
+
+
+def idle(stream):
+    \"\"\"1 if all of the stream's work is done, or done within 2 ms; else 0.\"\"\"
+    until = perf_counter() + 0.002
+    while not stream.done and perf_counter() < until:
+        pass
+    return int(stream.done)
+
+
+def watched(server, x, sizes, launch_request, launch_spin, stream):
+    \"\"\"Serve, with every request kept busy for a while after its kernels.
+
+    Returns ([[whether the stream was idle at a request's launch, whether the pool lent that much then], ...], idle in the end).
+    \"\"\"
+    names, told = launch_request.__globals__, []
+
+    def noted(x, scratch, nbytes, i):
+        used = int(runtime.cudaMemPoolGetAttribute(server.pool, runtime.cudaMemPoolAttr.cudaMemPoolAttrUsedMemCurrent)[1])
+        told.append([idle(stream), int(used >= nbytes)])
+        launch_request(x, scratch, nbytes, i)
+        launch_spin(20000)
+
+    names["launch_request"] = noted
+    try:
+        server(x, sizes)
+        return told, idle(stream)
+    finally:
+        names["launch_request"] = launch_request
+
+
+def gone(server, x, nbytes):
+    \"\"\"Whether close() destroys the pool: a call that is seen, or at least half of nbytes that come back to the device.\"\"\"
+    server(x, [nbytes])
+    cupy.cuda.runtime.deviceSynchronize()
+    free, calls = cupy.cuda.runtime.memGetInfo()[0], []
+    originals = [(module, name, getattr(module, name)) for module, name in ((runtime, "cudaMemPoolDestroy"), (driver, "cuMemPoolDestroy"))]
+
+    def noted(original, pool):
+        calls.append(pool)
+        return original(pool)
+
+    for module, name, original in originals:
+        setattr(module, name, lambda pool, original=original: noted(original, pool))
+    try:
+        server.close()
+    finally:
+        for each in originals:
+            setattr(*each)
+    cupy.cuda.runtime.deviceSynchronize()
+    return int(bool(calls) or cupy.cuda.runtime.memGetInfo()[0] - free >= nbytes // 2)
+"""
+third = student.PooledServer()
+given = [student.value(name) for name in ("launch_request", "launch_spin", "stream")]
+data = x.write(secret.integers(0, 2**32, size, dtype=np.uint32))
+told, done = student.define(AROUND, "watched")(third, x, sizes[:6], *given)
+check.equal(x.read(), reference.served(data, sizes[:6]), why="几个请求以后 x 不对。")
+check.that(all(each[0] for each in [*told, [done]]), why="一个请求还没有做完，下一个就启动了，或者最后一个没有做完就返回了：每个请求都要等 stream，结果才交得出去。")
+check.that(all(each[1] for each in told), why="请求启动的时候，server.pool 没有借出这么多：每个请求的暂存区都要从 server.pool 里来。")
+third.close()
+gone = student.define(AROUND, "gone")
+check.that(any(gone(student.PooledServer(), x, 256 * MB) for _ in range(3)), why="close() 以后，池子留着的显存没有还给驱动：池子销毁了吗？")
 ### END HIDDEN TESTS
 
 # %% test="PooledServer_speed" kind="speedup" points=2 tags=["gpu"]
@@ -2072,10 +2154,21 @@ sizes = [4 * int(words) for words in secret.integers(1 << 20, 1 << 22, 4)]  # 4 
 start = secret.integers(0, 2**32, 1024, dtype=np.uint32)
 x, y, z = on_gpu(start), on_gpu(start), on_gpu(start)
 server, best = student.PooledServer(), reference.PooledServer()
+# One request a call, and the result goes out, whoever serves: who does not wait gains nothing, and his pool is told of it.
+ONE_BY_ONE = """
+from cupy.cuda.runtime import deviceSynchronize
+
+
+def one_by_one(serve, x, sizes):
+    for nbytes in sizes:
+        serve(x, [nbytes])
+        deviceSynchronize()
+"""
+mine, own = student.define(ONE_BY_ONE, "one_by_one"), reference.define(ONE_BY_ONE, "one_by_one")
 check.speedup(
-    partial(server, x, sizes),
-    over=partial(reference.serve_plain, y, sizes),
-    best=partial(best, z, sizes),
+    partial(mine, server, x, sizes),
+    over=partial(own, reference.value("serve_plain"), y, sizes),
+    best=partial(own, best, z, sizes),
     state=(x, z),
     at_least=2.0,
     why="还不够快。每次同步，池子会把超过门槛的空闲显存交还给驱动，下一个请求又要去拿：门槛设了吗？每个请求只要一块、等一次吗？",
@@ -2121,7 +2214,8 @@ lab.say(
 # 练习二的工作在另一条流上，前面空转 20 ms：不等就读的会读错；审计前池子已经有借出、有空闲、有更高的水位。
 # 泄漏的显存由测试自己还掉，所以一个错误的答案不会连累后面的题。
 # 练习三用计数的 `cudaStreamEndCapture`、`cudaGraphDestroy` 看定义有没有销毁；分配器按线程还原。
-# 练习四门槛 0 的池子结果正确，但留不住显存，速度也不够。
+# 练习四门槛 0 的池子结果正确，但留不住显存，速度也不够。计时的时候每个请求之后都由考官等一次设备，所以不等 `stream` 换不来速度，
+# 也救不了门槛 0；等没等、暂存区是不是从 `server.pool` 来，由套在 `launch_request` 外面的一层查看。
 
 # %% [markdown]
 # ## 小结

@@ -674,13 +674,15 @@ for what, found in flow.items():
 #
 # 还有一个问题曲线上看不出来：定义库和“每个形状一张图”，**遇到没见过的形状**要先花钱准备。设平均每 $R$ 个请求冒出一个新形状，这笔钱摊到每个请求就是“准备 ÷ $R$”。
 # 下半张图把两个频率都摆出来，每一格涂上最便宜的办法（相差不到 5% 的，取占资源少的，也就是表里靠前的）：
-# **横着找你的 $k$，竖着找你的 $R$，那一块上的号码就是答案**，号码的意思看同一幅图的图例（左右两幅各编各的号）。如果只容得下一张可执行图，“每个形状一张图”的地方就改用“定义库 + 更新”。
+# **横着找你的 $k$，竖着找你的 $R$，那一块上的号码就是答案**，号码写在图例里。如果只容得下一张可执行图，“每个形状一张图”的地方就改用“定义库 + 更新”。
 
 # %% tags=["demo", "gpu"]
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
-COLORS = dict(zip(WAYS, ("#999999", "#D55E00", "#E69F00", "#0072B2", "#56B4E9", "#009E73"), strict=True))
+COLORS = {name: f"C{number}" for number, name in enumerate(WAYS)}
+DASHES = dict(zip(WAYS, ("-", "--", "-.", (0, (5, 1, 1, 1, 1, 1)), ":", (0, (8, 2))), strict=True))
+NUMBERS = {name: number for number, name in enumerate(WAYS, 1)}
 
 
 def model(each):
@@ -701,7 +703,7 @@ fig, axes = plt.subplots(2, 2, figsize=(10.5, 8), height_ratios=(1.15, 1))
 ks = np.geomspace(1, 1000, 60)
 for ax, below, (what, found) in zip(*axes, flow.items(), strict=True):
     for name, each in found.items():
-        ax.loglog(ks, cost(found, name, ks, np.inf), "-", marker="", color=COLORS[name], label=name)
+        ax.loglog(ks, cost(found, name, ks, np.inf), linestyle=DASHES[name], marker="", color=COLORS[name], label=name)
         ax.loglog(RUNS, list(each["at"].values()), "o", linestyle="", color=COLORS[name])
     ax.set_title(f"{what}（{lab.gpu_name()}）")
     ax.set_xlabel("一个形状保持几个请求 k")
@@ -720,9 +722,9 @@ for ax, below, (what, found) in zip(*axes, flow.items(), strict=True):
     for i in np.unique(best[best >= 0]):
         inside = np.argwhere(best == i)
         row, column = inside[((inside - np.median(inside, axis=0)) ** 2).sum(axis=1).argmin()]  # well within its region
-        below.text(ks[column], rs[row], f"{i + 1}", ha="center", va="center", fontsize=13, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5})
-    below.legend(handles=[Patch(color=COLORS[name], label=f"{i + 1} {name}") for i, name in enumerate(found) if (best == i).any()], loc="lower right")
-axes[0, 0].legend()
+        below.text(ks[column], rs[row], f"{NUMBERS[list(found)[i]]}", ha="center", va="center", fontsize=13, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5})
+    below.legend(handles=[Patch(color=COLORS[name], label=f"{NUMBERS[name]} {name}") for i, name in enumerate(found) if (best == i).any()], loc="lower right")
+axes[0, 0].legend(handlelength=3.5)
 plt.show()
 off = {f"{what}，{name}": cost(found, name, RUNS[1], np.inf) / each["at"][RUNS[1]] - 1 for what, found in flow.items() for name, each in found.items()}
 worst = max(off, key=lambda name: abs(off[name]))
@@ -1378,29 +1380,85 @@ class Planted:
 """
 WATCH = """
 class Watch:
-    '''Counts what is instantiated and destroyed through cuda.bindings while it is on.'''
+    '''Counts what is instantiated, destroyed and captured through cuda.bindings while it is on.'''
 
     def __init__(self):
         from cuda.bindings import driver, runtime
-        self.events, self.kept = [], []
+        self.events, self.definitions, self.kept, self.runtime = [], 0, [], runtime
         for module, prefix in ((runtime, "cuda"), (driver, "cu")):
-            for name in ("GraphInstantiate", "GraphInstantiateWithFlags", "GraphInstantiateWithParams", "GraphExecDestroy"):
+            for name, what in (
+                ("GraphInstantiate", "made"), ("GraphInstantiateWithFlags", "made"), ("GraphInstantiateWithParams", "made"),
+                ("GraphExecDestroy", "destroyed"), ("StreamEndCapture", 1), ("GraphDestroy", -1),
+            ):
                 original = getattr(module, prefix + name, None)
                 if original is not None:
                     self.kept.append((module, prefix + name, original))
-                    setattr(module, prefix + name, self.noted(original, "destroyed" if name == "GraphExecDestroy" else "made"))
+                    setattr(module, prefix + name, self.noted(original, what))
+        runtime.cudaGetLastError()
 
     def noted(self, original, what):
         def call(*args, **kwargs):
-            self.events.append(what)
-            return original(*args, **kwargs)
+            if type(what) is str:
+                self.events.append(what)
+            result = original(*args, **kwargs)
+            if type(what) is int and int(result[0]) == 0:
+                self.definitions += what
+            return result
         return call
 
     def off(self):
+        '''[what was instantiated and destroyed, definitions more than before, the error that the runtime remembers].'''
         for module, name, original in self.kept:
             setattr(module, name, original)
-        return self.events
+        return [self.events, self.definitions, int(self.runtime.cudaGetLastError()[0])]
 """
+BREAK = """
+class Broken:
+    '''While it is on, an update of an executable graph is answered with error code 1, and changes nothing.'''
+
+    def __init__(self, try_update):
+        from cuda.bindings import driver, runtime
+        names = try_update.__globals__
+        self.names, self.exec_update = names, names["exec_update"]
+        self.kept = [(module, name, getattr(module, name)) for module, name in ((runtime, "cudaGraphExecUpdate"), (driver, "cuGraphExecUpdate"))]
+        names["exec_update"] = lambda *args: 1
+        runtime.cudaGraphExecUpdate = lambda *args: (runtime.cudaError_t(1), runtime.cudaGraphExecUpdateResultInfo())
+        driver.cuGraphExecUpdate = lambda *args: (driver.CUresult(1), driver.CUgraphExecUpdateResultInfo())
+
+    def off(self):
+        self.names["exec_update"] = self.exec_update
+        for each in self.kept:
+            setattr(*each)
+"""
+BUSY = """
+class Busy:
+    '''Keeps the stream busy for a while, and tells whether a call behind that returned meanwhile.'''
+
+    def __init__(self, stream):
+        import cupy
+        source = r'''extern "C" __global__ void occupy(unsigned long long ns) {
+            unsigned long long start, now;
+            asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+            do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)); while (now - start < ns);
+        }'''
+        self.stream, self.kernel = stream, cupy.RawKernel(source, "occupy")
+        self.occupy(1000)  # compiles
+        stream.synchronize()
+
+    def occupy(self, ns):
+        import numpy
+        with self.stream:
+            self.kernel((1,), (1,), (numpy.uint64(ns),))
+
+    def returned(self, function, *args):
+        self.occupy(200_000_000)
+        try:
+            function(*args)
+            return not self.stream.done
+        finally:
+            self.stream.synchronize()
+"""
+INFER = "def infer(live, length): live.infer(length)"
 
 
 class Desk:
@@ -1410,7 +1468,7 @@ class Desk:
         self.data = secret.integers(0, 2**32, size, dtype=np.uint32)
         self.x, self.n = on_gpu(self.data), n
         self.work = student.define(PLANTED, "Planted")(student.ChainWork(self.x, n), student.value("stream"))
-        self.live, self.begun = student.make_live(self.work), False
+        self.live, self.begun, self.definitions = student.make_live(self.work), False, 0
 
     def serves(self, length, how, event):
         """One request of that length, served in that way ("replay" …), and right."""
@@ -1419,7 +1477,7 @@ class Desk:
         try:
             answer = self.live.infer(length)
         finally:
-            events = watch.off()
+            events, definitions, error = watch.off()
         student.value("stream").synchronize()
         self.data = reference.served(self.data, length, self.n)
         stale = "重放了旧图" if how in ("update", "rebuild", "eager") else "结果不对"
@@ -1435,6 +1493,14 @@ class Desk:
         if how == "rebuild":
             check.equal(events, ["made", "destroyed"] if self.begun else ["made"], why=f"{event}：应当实例化一张新的；有旧的，等新的造好再销毁，各一次。")
             self.begun = True
+        if how == "eager":
+            check.equal(error, 0, why=f"{event}：录失败以后，运行时还记着那个错误，用 cudart.cudaGetLastError() 清掉它。")
+        self.tidy(definitions)
+
+    def tidy(self, definitions):
+        """At most the newest definition may still be there."""
+        self.definitions += definitions
+        check.that(self.definitions <= 1, why="录出来的定义越来越多：用完的定义要用 cudart.cudaGraphDestroy 销毁，没录成的、更新过的、出了错的都一样。")
 
     def refuses(self, error, length, event):
         """One request that must raise, and leave x and the executable graph alone."""
@@ -1442,10 +1508,28 @@ class Desk:
         try:
             check.raises(error, self.live.infer, length, why=f"{event}：应当抛出 {error}。")
         finally:
-            events = watch.off()
+            events, definitions, _ = watch.off()
         student.value("stream").synchronize()
         check.equal(self.x.read(), self.data, why=f"{event}：抛出了异常，却已经启动了什么，x 变了。是不是重放了旧图？")
         check.equal(events, [], why=f"{event}：不应当实例化或销毁可执行图。")
+        self.tidy(definitions)
+
+    def fails_to_update(self, length):
+        """One request whose update ends in another error than a refusal."""
+        broken = student.define(BREAK, "Broken")(student.value("try_update"))
+        try:
+            self.refuses("RuntimeError", length, "更新得到 910 以外的错误码")
+        finally:
+            broken.off()
+
+    def returns_at_once(self, lengths):
+        """Requests behind work that takes long: one of them at least must have returned before that was done."""
+        busy, infer, early = student.define(BUSY, "Busy")(student.value("stream")), student.define(INFER, "infer"), False
+        for length in lengths:
+            early = bool(busy.returned(infer, self.live, length)) or early
+            self.data = reference.served(self.data, length, self.n)
+        check.equal(self.x.read(), self.data, why="stream 正忙的时候来了几个请求，结果不对。")
+        check.that(early, why="stream 正忙的时候，infer 一直等到它做完才返回：infer 只提交，不等待。")
 
 
 desk = Desk(4096, 3)
@@ -1469,6 +1553,10 @@ for length in lengths[1:4]:
 desk.serves(int(secret.integers(4200, 8000)), "rebuild", "换到节点数不同的长度")
 desk.serves(lengths[0], "rebuild", "换回节点数不同的长度")
 desk.serves(lengths[1], "update", "重建以后再更新")
+desk.fails_to_update(lengths[2])
+desk.serves(lengths[1], "replay", "更新出错之后，原来的形状")
+desk.serves(lengths[2], "update", "更新出过错的形状，这一次更新得成")
+desk.returns_at_once(lengths[2:0:-1])
 for fault, event in (
     ("half", "捕获到一半，launch 答复 False"),
     ("none", "launch 什么也没有答复（None）"),
@@ -1682,6 +1770,7 @@ answers = [student.choose(keys, cost, 4)[0] for keys in streams]
 check.equal(answers, [right(keys, cost, 4)[0] for keys in streams], why="TRAFFIC 的四种流量里有选错的。")
 tie = {"eager": 1300.0, "replay": 100.0, "capture": 900.0, "instantiate": 300.0, "update": 40.0}
 check.equal(student.choose([700], tie, 4)[0], "eager", why="五种办法一样贵的时候，应当取表里靠前的。")
+check.equal(student.choose([600, 1500, 3500], {**tie, "eager": 2000.0}, 4)[0], "rebuild", why="最便宜的有两种的时候，应当取表里靠前的。")
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -1703,7 +1792,7 @@ lab.say(lab.table(("流量", "选", "eager ms", "rebuild ms", "update ms", "libr
 # 一个请求就是 `launch_mixes(x, 长度, n)`，节点数总是 `n`，所以更新不会因为骨架被拒绝；但错误码还是要看，不为 0 就抛出 `RuntimeError`。
 #
 # - 捕获全部放在 `make_follower` 里；`serve` 里不捕获、不实例化、不分配、不等待；
-# - 整个过程只实例化一次，用 `instantiate`（或者 `cudart`、`driver` 的同名函数）；每个请求启动一次可执行图，用 `replay`；
+# - 整个过程只实例化一次，用 `instantiate`（或者 `cudart`、`driver` 的同名函数；CuPy 的 `end_capture` 每次都实例化，也算）；每个请求启动一次可执行图，用 `replay`；
 # - 形状没有变，就不必更新；
 # - 可执行图和定义都要活到对象用完为止。
 #
@@ -1785,31 +1874,48 @@ def make_follower(x, lengths, n):
 # %% test="make_follower_result" kind="structure" points=1 tags=["gpu"]
 COUNTING = """
 class Counting:
-    '''Counts instantiations, captures begun and graph launches through cuda.bindings while it is on.'''
+    '''Counts instantiations, captures begun and graph launches, through cuda.bindings and CuPy, while it is on.'''
 
     def __init__(self):
+        import cupy
         from cuda.bindings import driver, runtime
-        self.count, self.kept = {"made": 0, "captured": 0, "launched": 0}, []
+        self.count, self.kept, self.last = {"made": 0, "captured": 0, "launched": 0}, [], None
         for module, prefix in ((runtime, "cuda"), (driver, "cu")):
             for name, what in (
                 ("GraphInstantiate", "made"), ("GraphInstantiateWithFlags", "made"), ("GraphInstantiateWithParams", "made"),
                 ("StreamBeginCapture", "captured"), ("StreamBeginCaptureToGraph", "captured"), ("GraphLaunch", "launched"),
             ):
-                original = getattr(module, prefix + name, None)
-                if original is not None:
-                    self.kept.append((module, prefix + name, original))
-                    setattr(module, prefix + name, self.noted(original, what))
+                self.watch(module, prefix + name, (what,))
+        for kind in cupy.cuda.Stream.__mro__:
+            if "begin_capture" in vars(kind):
+                self.watch(kind, "begin_capture", ("captured", "made"))  # its end instantiates
 
-    def noted(self, original, what):
+    def watch(self, owner, name, what):
+        original = getattr(owner, name, None)
+        if original is None:
+            return
+
         def call(*args, **kwargs):
-            self.count[what] += 1
+            for each in what:
+                self.count[each] += 1
+            if what == ("launched",):
+                self.last = original, args, kwargs
             return original(*args, **kwargs)
-        return call
+
+        self.kept.append((owner, name, original))
+        setattr(owner, name, call)
 
     def off(self):
-        for module, name, original in self.kept:
-            setattr(module, name, original)
+        for each in self.kept:
+            setattr(*each)
         return self.count
+
+    def again(self):
+        '''Launch once more what was launched last, and wait.'''
+        import cupy
+        original, args, kwargs = self.last
+        original(*args, **kwargs)
+        cupy.cuda.runtime.deviceSynchronize()
 """
 
 
@@ -1822,47 +1928,93 @@ def advanced(data, lengths, n, picks):
 
 
 def watched(function, *args):
-    """(what function returns, counts of instantiations, captures and graph launches meanwhile)."""
+    """(what function returns, counts of instantiations, captures and graph launches meanwhile, who counted)."""
     counting = student.define(COUNTING, "Counting")()
     try:
         answer = function(*args)
     finally:
         count = counting.off()
-    return answer, count
+    return answer, count, counting
 
 
+def proved(counting, pick):
+    """The executable graph that was launched last holds the request served last: once more, and it is served once more."""
+    counting.again()
+    check.equal(x.read(), advanced(data, lengths, n, [pick]), why="把你最后启动的那张可执行图再启动一次，x 应当照最后一个请求再走一遍，它却没有：那个请求的内核不在这张图里。每个请求的工作都要由那张可执行图来做。")
+
+
+lengths, n = [1000, 300, 600], 4
 data = np.arange(1000, dtype=np.uint32)
 x = on_gpu(data)
-serve, count = watched(student.make_follower, x, [1000, 300, 600], 4)
+serve, count, _ = watched(student.make_follower, x, lengths, n)
 student.value("stream").synchronize()
 check.equal(x.read(), data, why="准备的时候 x 就变了。make_follower 只应当录定义、实例化，不执行。")
-check.equal(count["made"], 1, why="准备时应当正好实例化一次（用 instantiate，或 cudart、driver 的同名函数）。")
+check.equal(count["made"], 1, why="准备时应当正好实例化一次（用 instantiate，或 cudart、driver 的同名函数；CuPy 的 end_capture 每次都实例化，也算）。")
 picks = [1, 0, 0, 2, 1]
-_, count = watched(serve, picks)
+_, count, counting = watched(serve, picks)
 student.value("stream").synchronize()
-check.equal(x.read(), advanced(data, [1000, 300, 600], 4, picks), why="服务几个请求以后结果不对。换形状时更新成那个长度的定义了吗？更新的错误码看了吗？")
+data = advanced(data, lengths, n, picks)
+check.equal(x.read(), data, why="服务几个请求以后结果不对。换形状时更新成那个长度的定义了吗？更新的错误码看了吗？")
 check.equal([count["made"], count["captured"]], [0, 0], why="serve 里又实例化或捕获了。捕获要全部放在 make_follower 里。")
 check.equal(count["launched"], len(picks), why="每个请求应当正好启动一次可执行图（用 replay）。是不是逐个启动了内核？")
+proved(counting, picks[-1])
 ### BEGIN HIDDEN TESTS
 n, size = int(secret.integers(5, 20)), int(secret.integers(5000, 12000))
 lengths = [int(each) for each in secret.integers(1, size + 1, int(secret.integers(5, 9)))]
 data = secret.integers(0, 2**32, size, dtype=np.uint32)
 x = on_gpu(data)
-serve, count = watched(student.make_follower, x, lengths, n)
+serve, count, _ = watched(student.make_follower, x, lengths, n)
 check.equal(count["made"], 1, why="长度多了，实例化的次数也多了：只许有一张可执行图。")
 for _ in range(4):
     picks = [int(each) for each in secret.integers(0, len(lengths), int(secret.integers(10, 40)))]
-    _, count = watched(serve, picks)
+    _, count, counting = watched(serve, picks)
     student.value("stream").synchronize()
     data = advanced(data, lengths, n, picks)
     check.equal(x.read(), data, why="随机的一串请求，结果不对：有的请求用的是别的长度。前一串最后的长度记住了吗？")
     check.equal([count["made"], count["captured"], count["launched"]], [0, 0, len(picks)], why="serve 里又实例化或捕获了，或者不是每个请求启动一次可执行图。")
+    proved(counting, picks[-1])
     data = x.write(secret.integers(0, 2**32, size, dtype=np.uint32))
 for pick in (len(lengths) - 1, 0, 0, 1, 0):
     serve([pick])
     student.value("stream").synchronize()
     data = advanced(data, lengths, n, [pick])
     check.equal(x.read(), data, why="一个一个地来，结果不对：可执行图停在哪个长度上，要跨过 serve 的每次调用记住。")
+BUSY = """
+class Busy:
+    '''Keeps the stream busy for a while, and tells whether a call behind that returned meanwhile.'''
+
+    def __init__(self, stream):
+        import cupy
+        source = r'''extern "C" __global__ void occupy(unsigned long long ns) {
+            unsigned long long start, now;
+            asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+            do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)); while (now - start < ns);
+        }'''
+        self.stream, self.kernel = stream, cupy.RawKernel(source, "occupy")
+        self.occupy(1000)  # compiles
+        stream.synchronize()
+
+    def occupy(self, ns):
+        import numpy
+        with self.stream:
+            self.kernel((1,), (1,), (numpy.uint64(ns),))
+
+    def returned(self, function, *args):
+        self.occupy(200_000_000)
+        try:
+            function(*args)
+            return not self.stream.done
+        finally:
+            self.stream.synchronize()
+"""
+busy, early = student.define(BUSY, "Busy")(student.value("stream")), False
+for pick in (1, 0, 1):
+    early = bool(busy.returned(serve, [pick]))
+    data = advanced(data, lengths, n, [pick])
+    check.equal(x.read(), data, why="stream 正忙的时候来了一个请求，结果不对。")
+    if early:
+        break
+check.that(early, why="stream 正忙的时候，serve 一直等到它做完才返回：serve 只提交，不等待。")
 ### END HIDDEN TESTS
 
 # %% test="make_follower_speed" kind="speedup" points=2 tags=["gpu"]
@@ -1871,7 +2023,58 @@ start = secret.integers(0, 2**32, SIDE, dtype=np.uint32)
 x, y, z = on_gpu(start), on_gpu(start), on_gpu(start)
 lengths = sorted(int(each) for each in secret.choice(np.arange(1024, SIDE), 4, replace=False))
 picks = [0, 2, 3, 1]
-serve, best = student.make_follower(x, lengths, 150), reference.make_follower(z, lengths, 150)
+COUNTING = """
+class Counting:
+    '''Counts instantiations, captures begun and graph launches, through cuda.bindings and CuPy, while it is on.'''
+
+    def __init__(self):
+        import cupy
+        from cuda.bindings import driver, runtime
+        self.count, self.kept, self.last = {"made": 0, "captured": 0, "launched": 0}, [], None
+        for module, prefix in ((runtime, "cuda"), (driver, "cu")):
+            for name, what in (
+                ("GraphInstantiate", "made"), ("GraphInstantiateWithFlags", "made"), ("GraphInstantiateWithParams", "made"),
+                ("StreamBeginCapture", "captured"), ("StreamBeginCaptureToGraph", "captured"), ("GraphLaunch", "launched"),
+            ):
+                self.watch(module, prefix + name, (what,))
+        for kind in cupy.cuda.Stream.__mro__:
+            if "begin_capture" in vars(kind):
+                self.watch(kind, "begin_capture", ("captured", "made"))  # its end instantiates
+
+    def watch(self, owner, name, what):
+        original = getattr(owner, name, None)
+        if original is None:
+            return
+
+        def call(*args, **kwargs):
+            for each in what:
+                self.count[each] += 1
+            if what == ("launched",):
+                self.last = original, args, kwargs
+            return original(*args, **kwargs)
+
+        self.kept.append((owner, name, original))
+        setattr(owner, name, call)
+
+    def off(self):
+        for each in self.kept:
+            setattr(*each)
+        return self.count
+
+    def again(self):
+        '''Launch once more what was launched last, and wait.'''
+        import cupy
+        original, args, kwargs = self.last
+        original(*args, **kwargs)
+        cupy.cuda.runtime.deviceSynchronize()
+"""
+counting = student.define(COUNTING, "Counting")()
+try:
+    serve = student.make_follower(x, lengths, 150)
+finally:
+    count = counting.off()
+check.equal(count["made"], 1, why="准备时应当正好实例化一次：只许有一张可执行图，每个长度一张的不算（CuPy 的 end_capture 每次都实例化，也算）。")
+best = reference.make_follower(z, lengths, 150)
 check.speedup(
     partial(serve, picks),
     over=partial(reference.serve_by_rebuilding, y, lengths, 150, picks),
@@ -1883,11 +2086,19 @@ check.speedup(
 ### BEGIN HIDDEN TESTS
 data = x.write(secret.integers(0, 2**32, SIDE, dtype=np.uint32))
 picks = [int(each) for each in secret.integers(0, 4, 15)]
-serve(picks)
+counting = student.define(COUNTING, "Counting")()
+try:
+    serve(picks)
+finally:
+    count = counting.off()
 student.value("stream").synchronize()
 for pick in picks:
     data[: lengths[pick]] = reference.mixed(data[: lengths[pick]], 150)
 check.equal(x.read(), data, why="计时以后换一串请求，结果不对：快，但没有做完该做的工作。")
+check.equal([count["made"], count["captured"], count["launched"]], [0, 0, len(picks)], why="serve 里又实例化或捕获了，或者不是每个请求启动一次可执行图。")
+counting.again()
+data[: lengths[picks[-1]]] = reference.mixed(data[: lengths[picks[-1]]], 150)
+check.equal(x.read(), data, why="把最后启动的那张可执行图再启动一次，x 没有照最后一个请求再走一遍：工作不是它做的。")
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -2050,13 +2261,51 @@ lone = Walk(1)
 for number in (int(secret.integers(2, 10**6)), 1, 2):
     lone.walks([number], "只有一个数")
 walk.walks(secret.integers(1, 60000, size), "两个循环轮流用")
+BUSY = """
+class Busy:
+    '''Keeps the stream busy for a while, and tells whether a call behind that returned meanwhile.'''
+
+    def __init__(self, stream):
+        import cupy
+        source = r'''extern "C" __global__ void occupy(unsigned long long ns) {
+            unsigned long long start, now;
+            asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+            do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)); while (now - start < ns);
+        }'''
+        self.stream, self.kernel = stream, cupy.RawKernel(source, "occupy")
+        self.occupy(1000)  # compiles
+        stream.synchronize()
+
+    def occupy(self, ns):
+        import numpy
+        with self.stream:
+            self.kernel((1,), (1,), (numpy.uint64(ns),))
+
+    def returned(self, function, *args):
+        self.occupy(200_000_000)
+        try:
+            function(*args)
+            return not self.stream.done
+        finally:
+            self.stream.synchronize()
+"""
+busy, early = student.define(BUSY, "Busy")(student.value("stream")), False
+for _ in range(3):
+    numbers = walk.x.write(secret.integers(1, 60000, size).astype(np.uint64))
+    walk.total = walk.total + walked(numbers)
+    early = bool(busy.returned(walk.loop))
+    check.equal(walk.steps.read(), walk.total, why="stream 正忙的时候启动，步数不对：循环要排在 stream 上已有的工作后面，由 GPU 自己走完。")
+    if early:
+        break
+check.that(early, why="stream 正忙的时候，启动一直等到它做完才返回：循环由 GPU 决定，CPU 只启动，不等待，也不读 pending。")
 check.equal(others.spoiled(), 0, why="重放写坏了别人的数组：pending 已经被回收，内存池把它给了别人。把它交给 DeviceLoop 保管。")
 ### END HIDDEN TESTS
 
 # %% [markdown] tags=["instructor"]
 # 给教师：练习一的 `Planted` 在指定的形状上让捕获以四种方式失败（录一半答复 `False`、不答复、空图、捕获被破坏），也让 `prepare` 和逐个启动失败；
 # 每次之后都再试同一个形状（不许记成可执行图的形状）和原来的形状（应当还是重放）。忽略 910 的解答会重放旧图，状态对不上。
-# 练习二的隐藏测试分五类流量随机出题，五本账分别报错。练习三每个请求都换长度，`mix` 的状态不收敛，漏更新一次就对不上；实例化和捕获的次数在调用前后数。
+# 练习二的隐藏测试分五类流量随机出题，五本账分别报错。练习三每个请求都换长度，`mix` 的状态不收敛，漏更新一次就对不上；实例化和捕获的次数在调用前后数，计时的那一个也数；
+# 最后启动的可执行图由考官再启动一次，里面没有那个请求的就露馅。三道题都在忙着的 `stream` 后面试一次，等了它的返回得晚。
 # 练习四每次启动换数据，也考“全都是 1”（一遍也不做）和需要五百多步的数；`rounds` 由内核在设备上数，展开成固定次数的解答会露馅。
 
 # %% [markdown]

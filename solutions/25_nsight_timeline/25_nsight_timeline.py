@@ -856,6 +856,10 @@ for which in order[3:5]:
 bare = changed(reference.program_tables("recapture"), "CUPTI_ACTIVITY_KIND_KERNEL", lambda row, i: None)
 examine_six(bare, "recapture", "一个内核也没有、只有拷贝的录制算错了。")
 examine_six(recording([("work", 0, 10_000), ("late", 20_000, 30_000)], [(1_000, 2_000, 1), (9_000, 10_001, 2)], [(50_000, 60_000, 1), (70_000, 80_000, 2)]), "work", "结束时已经出了区间的调用，不属于这个区间。")
+fills = {"columns": ["start", "end", "correlationId", "bytes"], "rows": [[30_000, 31_000, 2, 64]]}
+examine_six(recording([("work", 0, 20_000)], [(1_000, 2_000, 1), (3_000, 4_000, 2)], [(10_000, 12_000, 1)]) | {"CUPTI_ACTIVITY_KIND_MEMSET": fills}, "work", "填充（memset）也是 GPU 工作。")
+examine_six(recording([("work", 10_000, 20_000)], [(9_999, 11_000, 1), (12_000, 13_000, 2), (20_000, 21_000, 3)], [(50_000, 60_000, 1), (70_000, 80_000, 2), (90_000, 99_000, 3)]), "work", "开始时还没有进区间、或者区间结束才开始的调用，不属于这个区间。")
+examine_six(recording([("work", 10_000, 20_000)], [(10_000, 11_000, 1), (18_000, 20_000, 2)], [(50_000, 60_000, 1), (70_000, 80_000, 2)]), "work", "恰好从区间的起点开始、或者恰好在终点结束的调用，也属于这个区间。")
 examine_six(recording([("work", 0, 10_000), ("idle", 20_000, 30_000)], [(1_000, 2_000, 1)], [(50_000, 60_000, 1)]), "idle", "区间里一件 GPU 工作也没有的时候，该返回 0，而不是出错。")
 examine_six(recording([("work", 0, 100_000)], [(a, a + 1_000, a) for a in range(0, 50_000, 10_000)], [(a, a + b, a) for a, b in zip(range(0, 50_000, 10_000), (5_000, 5_001, 4_999, 25_000, 1_000), strict=True)]), "work", "恰好 5 µs 的空隙也算。")
 examine_six(recording([("work", 0, 20_000)], [(1_000, 2_000, 1)], [(3_000, 4_000, 1), (7_000, 8_000, 1)]), "work", "只有短于 5 µs 的空隙时，段数是 0，最长的一段照样要报。")
@@ -1012,6 +1016,12 @@ for which in [str(each) for each in secret.permutation(reference.value("PROGRAMS
     examine_verdict(gone, which, "丢掉了大部分内核以后，判断不对。")
     slow_copy = edit(gone, "CUPTI_ACTIVITY_KIND_MEMCPY", lambda row, i: row | {"end": row["end"] + 300_000})
     examine_verdict(slow_copy, which, "拷贝变得很长以后，判断不对：没有内核、却有拷贝在做的时间，先归 copy。")
+fills = {"columns": ["start", "end", "correlationId", "bytes"], "rows": [[50_000, 95_000, 1, 64]]}
+examine_verdict(traced([("work", 0, 100_000), ("enqueue", 0, 100_000)], [(0, 40_000)]) | {"CUPTI_ACTIVITY_KIND_MEMSET": fills}, "work", "填充（memset）在做的时间，也归 copy。")
+share = int(secret.integers(740, 790))
+numbers, cause = said(student, traced([("work", 0, 100_000), ("prepare", 0, 100_000)], [(0, share * 100)]), "work")
+check.equal(numbers, [share / 1000, 0.0, 0.0, 0.0, (1000 - share) / 10, 0.0], rel=1e-9, abs=1e-9, why="GPU 忙了将近八成的时候，数不对。")
+check.equal(cause, "host", why="GPU 忙得还不到八成，cause 就不是 gpu，而是没有内核的时间里最长的那一份。")
 numbers, cause = said(student, traced([("a", 0, 50_000), ("b", 50_000, 100_000), ("enqueue", 0, 40_000), ("decode", 60_000, 95_000)], [(0, 5_000), (50_000, 55_000)]), "b")
 check.equal(cause, "host", why="一份录制里有两个窗口：只看 name 的那一个。")
 check.equal(numbers, [0.1, 0.0, 0.0, 0.0, 35.0, 10.0], rel=1e-9, abs=1e-9, why="一份录制里有两个窗口：只看 name 的那一个，别的窗口里的区间不算。")
@@ -1026,7 +1036,7 @@ check.equal(cause, "capture", why="enqueue 套在 capture 里面的时候，caus
 # %% [markdown]
 # ### 练习三：在这块 GPU 上起名字、录下来（3 分）
 #
-# 服务 `handle(i)` 处理第 `i` 个请求：把工作交给 GPU 就返回，不等它做完。有的请求逐个启动内核，有的当场捕获一张图再启动，还夹着别的操作。
+# 服务 `handle(i)` 处理第 `i` 个请求：把工作交给 GPU 就返回，不等它做完。有的请求逐个启动内核，有的当场捕获一张图再启动，有的两样都有，还夹着别的操作。
 # 每个请求引出了几个内核？写 `trace_requests(handle, count)`：
 #
 # - 录制一段：依次调用 `handle(0)`、……、`handle(count - 1)`，每个调用**一次**，放进名叫 `request` 加编号的区间，比如 `"request 3"`；
@@ -1073,7 +1083,9 @@ def trace_requests(handle, count):
 # %% test="trace_requests" kind="structure" points=3 tags=["gpu"]
 SERVICE = r"""
 def service(stream, state, plan):
-    # plan: for each request "hold" or (kernels, graphed); the state counts and mixes every kernel that really ran
+    # plan: for each request "hold" or (kernels, graphed, more): some kernels, in a graph or not, then more one by one.
+    # The state counts and mixes every kernel that really ran; handle.pauses: how long after a "hold" the next request came, s.
+    import time
     import cupy
     tick = cupy.RawKernel('extern "C" __global__ void tick(unsigned* x) {'
                           ' unsigned v = x[0]; v ^= v >> 15; v *= 0x2c1b3c6du; v ^= v >> 12; v += 0x9e3779b9u; x[0] = v; x[1] += 1; }', "tick")
@@ -1087,14 +1099,17 @@ def service(stream, state, plan):
         tick((1,), (1,), (scratch,))
         hold((1,), (1,), (cupy.uint32(1),))
     stream.synchronize()
-    kept = []
+    kept, held = [], []
 
     def handle(i):
+        if held:
+            handle.pauses.append(time.perf_counter() - held.pop())
         with stream:
             if plan[i] == "hold":
-                hold((1,), (1,), (cupy.uint32(400000),))
+                hold((1,), (1,), (cupy.uint32(HOLD_MS * 1000000),))
+                held.append(time.perf_counter())
                 return
-            kernels, graphed = plan[i]
+            kernels, graphed, more = plan[i]
             scratch.data.memset_async(0, 64, stream)
             if graphed:
                 stream.begin_capture()
@@ -1103,9 +1118,12 @@ def service(stream, state, plan):
             if graphed:
                 kept.append(stream.end_capture())
                 kept[-1].launch(stream)
+            for _ in range(more):
+                tick((1,), (1,), (state,))
 
+    handle.pauses = []
     return handle
-"""
+""".replace("HOLD_MS", "150")
 
 
 def counted(state, kernels):
@@ -1121,23 +1139,29 @@ def counted(state, kernels):
 
 
 def wanted(orders):
-    return [[1, 0, 1] if each == "hold" else [each[0], each[0] if each[1] else 0, (1 if each[1] else each[0])] for each in orders]
+    return [[1, 0, 1] if each == "hold" else [each[0] + each[2], each[0] if each[1] else 0, (1 if each[1] else each[0]) + each[2]] for each in orders]
 
 
-orders = [(3, False), (5, True), (2, False)]
+orders = [(3, False, 0), (5, True, 0), (2, False, 0)]
 fresh = np.array([7, 0], np.uint32)
 state = on_gpu(fresh)
 found = student.trace_requests(student.define(SERVICE, "service")(student.value("stream"), state, orders), 3)
 check.equal(state.read(), counted(fresh, 10), why="三个请求应当各处理一次：GPU 上一共要跑 10 个内核。handle 调了几遍？")
 check.equal(found, wanted(orders), why="三个请求：3 个内核逐个启动；5 个内核在一张图里，由 1 次调用引出；2 个内核逐个启动。捕获中的启动没有引出内核；填充（memset）不是内核。")
 ### BEGIN HIDDEN TESTS
-for ahead in ([], ["hold"]):
-    orders = ahead + [(int(secret.integers(1, 12)), bool(graphed)) for graphed in secret.permutation([True, True, False, False, True])]
+for holds in (0, 1):
+    orders = [(int(secret.integers(1, 12)), bool(graphed), int(more)) for graphed, more in secret.permutation([[True, 0], [True, 3], [False, 0], [False, 2], [True, 1]])]
+    orders.insert(int(secret.integers(len(orders))), (0, False, 0))
+    if holds:
+        orders.insert(int(secret.integers(len(orders))), "hold")
     fresh = secret.integers(0, 2**32, 2, dtype=np.uint32)
     state = on_gpu(fresh)
-    found = student.trace_requests(student.define(SERVICE, "service")(student.value("stream"), state, orders), len(orders))
-    check.equal(state.read(), counted(fresh, sum(each[0] for each in orders if each != "hold")), why="每个请求应当正好处理一次。")
-    check.equal(found, wanted(orders), why="请求和内核对错了号：GPU 还忙着前面的请求时，后面的区间已经关上了，不能靠时间去对，要靠 correlationId。")
+    handle = student.define(SERVICE, "service")(student.value("stream"), state, orders)
+    found = student.trace_requests(handle, len(orders))
+    check.equal(state.read(), counted(fresh, sum(each[0] + each[2] for each in orders if each != "hold")), why="每个请求应当正好处理一次。")
+    pauses = handle.get("pauses")
+    check.that(len(pauses) == holds and all(pause < 0.075 for pause in pauses), why="请求之间等了 GPU：一个请求还没有做完，下一个就该交进来。不等，区间和内核就不能靠时间去对，要靠 correlationId。")
+    check.equal(found, wanted(orders), why="请求和内核对错了号：GPU 还忙着前面的请求时，后面的区间已经关上了，不能靠时间去对，要靠 correlationId。一个请求里可能既有图，又有逐个启动的内核；也可能一个内核都没有。")
 check.equal(student.trace_requests(student.define(SERVICE, "service")(student.value("stream"), on_gpu(np.zeros(2, np.uint32)), []), 0), [], why="一个请求也没有，就返回空列表。")
 ### END HIDDEN TESTS
 
@@ -1242,21 +1266,26 @@ for n in (int(secret.integers(2, 256)), 256, int(secret.integers(257, 5000))):
     fresh = secret.integers(0, 2**32, n + 1, dtype=np.uint32)
     lent = on_gpu(fresh)
     replay = student.capture_request(lent)
+    check.nodes(replay, kernels=9, total=9, why="换了大小以后，图里不是正好 STEPS + 1 = 9 个内核节点了。")
+    captured_graph = replay.instantiate()  # by the examiner: what works is what was counted
     times = int(secret.integers(2, 6))
-    replay.run(times)
+    captured_graph.run(times)
     check.equal(lent.read(), after(fresh, times), why="换了大小和数据以后，重放的结果不同。线程数不是 THREADS 的整数倍时，多出来的线程要停下。")
     fresh = secret.integers(0, 2**32, n + 1, dtype=np.uint32)
     lent.write(fresh)
     replay.run(1)
     check.equal(lent.read(), after(fresh, 1), why="x 被就地改写以后，重放用的还是旧的数据或旧的钥匙。")
+    captured_graph.run(2)
+    check.equal(lent.read(), after(fresh, 3), why="考官启动返回的那张图，结果不对：一个请求的全部工作都要在这张图里。")
 ### END HIDDEN TESTS
 
 # %% test="capture_request_speed" kind="speedup" points=2 tags=["gpu"]
 fresh = secret.integers(0, 2**32, 2049, dtype=np.uint32)
 mine, baseline, yardstick = on_gpu(fresh), on_gpu(fresh), on_gpu(fresh)
 quick, model = student.capture_request(mine), reference.capture_request(yardstick)
+check.nodes(quick, kernels=9, total=9, why="图里应当正好有 STEPS + 1 = 9 个内核节点，没有别的。")
 check.speedup(
-    quick,
+    quick.instantiate(),
     over=partial(reference.slow_request, baseline),
     best=model,
     state=(mine, yardstick),

@@ -10,7 +10,7 @@ from .drawing import draw_graph
 from .engines import build_progress, timing_cache, trt_errors, trt_logger
 from .machine import gpu_name, here
 from .measuring import Comparison, Samples, compare_us, end_to_end_us, submit_us
-from .plotting import plot_style
+from .plotting import log_ticks, plot_style
 from .prose import say, table
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "end_to_end_us",
     "gpu_name",
     "here",
+    "log_ticks",
     "models",
     "plot_style",
     "say",

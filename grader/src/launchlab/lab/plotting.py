@@ -4,6 +4,7 @@ from functools import cache
 
 FAMILIES = ("Noto Sans SC", "DejaVu Sans")  # as in the style: what one lacks, the next draws
 
+ONE_DECADE = 10  # within less than it, more than 1, 2 and 5
 MANY_DECADES = 300  # from where on 2 and 5 of each would be too much
 
 
@@ -17,14 +18,15 @@ def plot_style() -> None:
 
 
 def log_ticks(axis) -> None:
-    """Plain numbers on a logarithmic axis (`matplotlib.axis.Axis`): 1, 2 and 5 of each decade; of many decades the first alone.
+    """Plain numbers on a logarithmic axis (`matplotlib.axis.Axis`): 1, 2 and 5 of each decade, more within one; of many decades the first alone.
 
     Call it when everything is drawn. What matplotlib writes by itself on less than a decade, 3 × 10², runs together.
     """
     from matplotlib.ticker import LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < MANY_DECADES * low else (1,)))
+    subs = (1, 1.5, 2, 3, 5, 7) if high < ONE_DECADE * low else (1, 2, 5) if high < MANY_DECADES * low else (1,)
+    axis.set_major_locator(LogLocator(subs=subs))
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())
 
