@@ -19,12 +19,18 @@ All other exercises are answered as the solution answers them.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell
+
+from launchlab.course import source
+from launchlab.manifest import Chapter
 
 PLACE = re.compile(r'^# %% (\w+)(?:="([^"]*)")?$')
 REGION = re.compile(r"^\s*### (BEGIN|END) SOLUTION.*\n?", re.MULTILINE)
@@ -48,6 +54,12 @@ class Attack:
 
     def __str__(self) -> str:
         return self.name
+
+
+def fingerprint(attack: Attack, which: Chapter, asked: Iterable[str]) -> str:
+    """What an exam of it depends on: the answers, the tests asked (ids), the chapter's code. Equal: no need to examine it anew."""
+    told = [attack.cells, attack.files, sorted(asked), source.sha256(which.source.parent)]
+    return hashlib.sha256(json.dumps(told, ensure_ascii=False).encode()).hexdigest()
 
 
 def load(folder: Path) -> list[Attack]:

@@ -3,9 +3,10 @@
 usage: PYTHONPATH=grader/src python3 tests/gpu_attacks.py OUT.json [--seconds 270] [--one-by-one] [NAME …]
 
 Cases in which nothing is timed run first, in several processes side by side; then those with a speed-up, one after the
-other, so that nobody disturbs a measurement. OUT.json holds a record for each: verdicts, reasons and seconds, what
+other, so that nobody disturbs a measurement. Tests that are marked `alone` count as timed. OUT.json holds a record for each: verdicts, reasons and seconds, what
 was left running or lying when it was over, and whether all is as it is due. Exit code 0 if it is, 1 if not, 3 without a
-GPU. Written anew after each case, so that a run cut short leaves what it had.
+GPU. Written anew after each case. A run goes on where an earlier one left it: what ended as due, and has not changed since
+(answers, tests, the chapter's code), is not examined again.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ import sys
 import tempfile
 import time
 import traceback
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
 import attack_files
 import nbformat
+from earlier_run import earlier
 
 from launchlab.device import free_memory, gpu
 from launchlab.exam import limits, sandbox
@@ -61,6 +64,23 @@ def kinds_asked(attack: attack_files.Attack) -> dict[str, str]:
     return {name: kind for name, kind in kinds.items() if attack.loses != ("capture_chain",) or name != SLOW}
 
 
+def measures(attack: attack_files.Attack) -> bool:
+    """Whether a test that is asked measures time: a speed-up, or one marked `alone`."""
+    _, release = notebooks(chapter_of(attack).name)
+    tags = {cell.metadata.nbgrader.grade_id: cell.metadata.get("tags", ()) for cell in release.cells if cell.metadata.get("nbgrader", {}).get("grade")}
+    return any(kind == "speedup" or "alone" in tags[name] for name, kind in kinds_asked(attack).items())
+
+
+def fingerprint(attack: attack_files.Attack) -> str:
+    """See `attack_files.fingerprint`."""
+    return attack_files.fingerprint(attack, chapter_of(attack), kinds_asked(attack))
+
+
+def ended_as_due(attack: attack_files.Attack, case: dict) -> bool:
+    """Whether a recorded case, of what the attack is now, ended as it is due."""
+    return as_due(attack, case["checks"]) and len(case["checks"]) > 0 and not case.get("left_behind") and "examiner_failed" not in case
+
+
 def notebook(attack: attack_files.Attack) -> nbformat.NotebookNode:
     """The submission of one attack as intake makes it, with the tests that are asked."""
     solution, release = notebooks(chapter_of(attack).name)
@@ -89,7 +109,10 @@ def as_due(attack: attack_files.Attack, checks: list[dict]) -> bool:
 def case(attack: attack_files.Attack) -> dict:
     """Examine one attack; its record."""
     which = chapter_of(attack)
-    head = {"name": attack.name, "about": attack.about, "chapter": which.name, "loses": attack.loses, "opens": attack.opens}
+    head = {
+        "name": attack.name, "about": attack.about, "chapter": which.name, "loses": attack.loses, "opens": attack.opens,
+        "of": fingerprint(attack), "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }  # fmt: skip
     try:
         report = examine(notebook(attack), which).to_json()
     except Exception:  # noqa: BLE001 - the examiner must not fall: if it does, that is what is found, and the others go on
@@ -98,10 +121,9 @@ def case(attack: attack_files.Attack) -> dict:
     for check, full in zip(checks, report["checks"], strict=True):
         if full["kind"] == "speedup":
             check["attempts"] = [len(r["attempts"]) for r in full["records"] if r["check"] == "speedup"]
-    left = left_behind()
-    due = as_due(attack, checks) and len(checks) > 0 and not left
     free = free_memory()
-    return head | {"as_due": due, "seconds": report["seconds"], "checks": checks, "left_behind": left, "gpu_free_mib": free and free[0] >> 20}
+    found = head | {"seconds": report["seconds"], "checks": checks, "left_behind": left_behind(), "gpu_free_mib": free and free[0] >> 20}
+    return found | {"as_due": ended_as_due(attack, found)}
 
 
 def left_behind() -> list[str]:
@@ -153,7 +175,13 @@ class Run:
         self.out, self.until, self.began = out, time.monotonic() + seconds, time.monotonic()
         self.scratch = tempfile.TemporaryDirectory(prefix="attacks-")
         sandboxed = "bubblewrap" if sandbox.works() else "none"
-        self.record = {"gpu": gpu().name, "driver": gpu().driver, "sandbox": sandboxed, "limits": limits.told(sandbox.works()), "cases": [], "not_reached": [attack.name for attack in attacks]}
+        here = {"gpu": gpu().name, "driver": gpu().driver, "sandbox": sandboxed, "limits": limits.told(sandbox.works())}
+        known = {attack.name: attack for attack in attack_files.load(FOLDER)}
+        past = [each for each in earlier(out, here).get("cases", ()) if each["name"] in known]
+        cases = [each for each in past if each["of"] == fingerprint(known[each["name"]]) and ended_as_due(known[each["name"]], each)]
+        done = {each["name"] for each in cases}
+        self.todo = [attack for attack in attacks if attack.name not in done]
+        self.record = here | {"cases": cases, "not_reached": [attack.name for attack in self.todo]}
 
     def over(self) -> bool:
         return time.monotonic() > self.until
@@ -219,11 +247,11 @@ def main() -> int:
         return 3
     attacks = [attack for attack in attack_files.load(FOLDER) if not chosen.names or attack.name in chosen.names]
     run = Run(chosen.out, attacks, chosen.seconds)
-    for which in {attack.chapter: chapter_of(attack) for attack in attacks}.values():
+    for which in {attack.chapter: chapter_of(attack) for attack in run.todo}.values():
         if lack := lacking(which):
             print(f"{which.name}: {lack}", flush=True)
-    timed = [attack for attack in attacks if chosen.one_by_one or "speedup" in kinds_asked(attack).values()]
-    run.side_by_side([attack for attack in attacks if attack not in timed])
+    timed = [attack for attack in run.todo if chosen.one_by_one or measures(attack)]
+    run.side_by_side([attack for attack in run.todo if attack not in timed])
     run.one_by_one(sorted(timed, key=lambda attack: chapter_of(attack).name, reverse=True))
     record = run.record
     wrong = [each["name"] for each in record["cases"] if not each["as_due"]]

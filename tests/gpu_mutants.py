@@ -4,7 +4,9 @@ usage: PYTHONPATH=grader/src python3 tests/gpu_mutants.py OUT.json [--seconds 25
 
 A file is named after the chapter and the mistake; its cell takes the place of one answer in the chapter's solution. Only the
 tests that it names are examined: of what it loses each is to fail, for a reason that tells and that no other mistake gets;
-what it keeps is to have full marks. OUT.json is written anew after each. Exit code 0 if all is so, 1 if not, 3 without a GPU.
+what it keeps is to have full marks. OUT.json is written anew after each. A run goes on where an earlier one left it: what
+failed as it is to, and has not changed since (answer, tests, the chapter's code), is not examined again. Exit code 0 if all
+is so, 1 if not, 3 without a GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 
 import attack_files
 import nbformat
+from earlier_run import earlier
 
 from launchlab.device import gpu
 from launchlab.exam.examine import examine
@@ -28,6 +31,7 @@ from launchlab.manifest import chapter
 FOLDER = Path(__file__).parent / "mutants_gpu"
 SLOW = ("24", "30")  # the slowest to begin come last
 KEPT = ("id", "verdict", "score", "points", "reason", "seconds")
+CLOSED = ("failed", "crashed")
 
 
 def chapter_of(mutant: attack_files.Attack) -> str:
@@ -38,6 +42,11 @@ def chapter_of(mutant: attack_files.Attack) -> str:
 def mutants() -> list[attack_files.Attack]:
     """All of them, in the order in which they are examined: chapter after chapter, as a chapter's reference is started once."""
     return sorted(attack_files.load(FOLDER), key=lambda mutant: (mutant.name[:2] in SLOW, mutant.name))
+
+
+def fingerprint(mutant: attack_files.Attack) -> str:
+    """See `attack_files.fingerprint`."""
+    return attack_files.fingerprint(mutant, chapter(chapter_of(mutant)), (*mutant.loses, *mutant.keeps))
 
 
 def notebook(mutant: attack_files.Attack, solution: nbformat.NotebookNode) -> nbformat.NotebookNode:
@@ -65,7 +74,7 @@ def problems(case: dict, others: list[dict]) -> list[str]:
     if set(checks) != {*case["loses"], *case["keeps"]}:
         found.append(f"examined were {sorted(checks)}")
     for name, check in checks.items():
-        if name in case["loses"] and (check["verdict"] != "failed" or check["score"] != 0):
+        if name in case["loses"] and (check["verdict"] not in CLOSED or check["score"] != 0):
             found.append(f"{name}: {check['verdict']}, {check['score']} points")
         if name not in case["loses"] and (check["verdict"] != "passed" or check["score"] != check["points"]):
             found.append(f"{name}: {check['verdict']}, {check['score']} points, {check['reason']}")
@@ -86,6 +95,8 @@ def examined(mutant: attack_files.Attack) -> dict:
         "loses": mutant.loses,
         "keeps": mutant.keeps,
         "says": mutant.says,
+        "of": fingerprint(mutant),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "checks": [],
     }
     try:
@@ -99,6 +110,18 @@ def examined(mutant: attack_files.Attack) -> dict:
     }  # fmt: skip
 
 
+def told(case: dict, mutant: attack_files.Attack) -> dict:
+    """A recorded case, with what the mutant is expected to lose, keep and be told now."""
+    return case | {"about": mutant.about, "loses": list(mutant.loses), "keeps": list(mutant.keeps), "says": mutant.says}
+
+
+def as_due(cases: list[dict]) -> list[dict]:
+    """Of recorded cases those of what the mutants are now that failed as they are to."""
+    known = {mutant.name: mutant for mutant in mutants()}
+    present = [told(case, known[case["name"]]) for case in cases if case["name"] in known and case["of"] == fingerprint(known[case["name"]])]
+    return [case for case in present if not problems(case, present)]
+
+
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("out", type=Path)
@@ -108,12 +131,11 @@ def main() -> int:
     if gpu() is None:
         print("not run: needs a GPU")
         return 3
-    began, asked = time.monotonic(), [mutant for mutant in mutants() if not chosen.names or mutant.name in chosen.names]
-    cases: list[dict] = []
-    record = {
-        "gpu": gpu().name, "driver": gpu().driver, "date": datetime.now(UTC).isoformat(timespec="seconds"), "versions": versions(),
-        "cases": cases, "not_reached": [mutant.name for mutant in asked],
-    }  # fmt: skip
+    began, here = time.monotonic(), {"gpu": gpu().name, "driver": gpu().driver, "versions": versions()}
+    cases = as_due(earlier(chosen.out, here).get("cases", []))
+    done = {case["name"] for case in cases}
+    asked = [mutant for mutant in mutants() if mutant.name not in done and (not chosen.names or mutant.name in chosen.names)]
+    record = here | {"cases": cases, "not_reached": [mutant.name for mutant in asked]}
     for mutant in asked:
         if time.monotonic() - began > chosen.seconds:
             break
