@@ -18,15 +18,15 @@ import numpy as _np
 
 from launchlab.device import identity as _identity
 from launchlab.exam.check import Check as _Check
+from launchlab.exam.check import alone_on as _alone_on
 from launchlab.exam.memory import Buffer as on_gpu
 from launchlab.exam.party import OpenParty as _OpenParty
 from launchlab.exam.remote import Namespace as _Namespace
-from launchlab.exam.timing import exclusive as _exclusive
 
 _here = _OpenParty()
 student = _Namespace(_here)
 reference = _Namespace(_here)
 secret = _np.random.default_rng()
-check = _Check(secret, announce=lambda line: print("✓", line), alone=lambda: _exclusive(_identity()))
+check = _Check(secret, announce=lambda line: print("✓", line), alone=lambda: _alone_on(_identity()))
 
 __all__ = ["check", "on_gpu", "reference", "secret", "student"]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import builtins
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -32,9 +32,6 @@ NODE_WORDS = {
     "allocs": "分配节点", "frees": "释放节点", "conditionals": "条件节点", "waits": "事件等待节点", "records": "事件记录节点", "total": "节点", "edges": "边",
 }
 
-GPU_BUSY = "别的计时考试一直占着 GPU，没有轮到。请稍后再评一次。"
-
-
 class CheckFailed(AssertionError):
     """A check did not hold; the text (Chinese) tells the learner why and what to try.
 
@@ -53,6 +50,17 @@ class CheckFailed(AssertionError):
 
 class CannotTell(CheckFailed):
     """Measured again and again, and still too noisy to judge. Never counted as 0."""
+
+
+@contextmanager
+def alone_on(gpu: str) -> Iterator[None]:
+    """Hold the lock of a GPU (see `launchlab.exam.timing.exclusive`); CannotTell where it is not to be had."""
+    with ExitStack() as held:
+        try:
+            held.enter_context(timing.exclusive(gpu))
+        except timing.GpuBusy:
+            raise CannotTell("别的计时考试一直占着 GPU，没有轮到。请稍后再评一次。") from None
+        yield
 
 
 class Check:
@@ -157,11 +165,8 @@ class Check:
         need must outlive it.
         Returns the median of the measured ratios.
         """
-        try:
-            with self._alone():
-                record = timing.measure(over, work, best, state, at_least, self._secret, ceiling, draw, (rel, abs))
-        except timing.GpuBusy:
-            raise CannotTell(GPU_BUSY) from None
+        with self._alone():
+            record = timing.measure(over, work, best, state, at_least, self._secret, ceiling, draw, (rel, abs))
         self.records.append(record)
         if record["states_differ"]:
             raise CheckFailed("计时的时候，重放之后的数据和应有的不一样：有几次运行没有真正做完全部的工作。请确认每次重放都在同一块缓冲上推进状态，没有缓存旧结果，也没有漏掉同步。")
@@ -192,11 +197,8 @@ class Check:
         """Measure the trusted sides of each speed-up once more. To be called when the learner's process has ended."""
         while self._unsettled:
             record, over, best = self._unsettled.pop()
-            try:
-                with self._alone():
-                    record["quiet"] = timing.measure_quiet(over, best, record["attempts"][-1])
-            except timing.GpuBusy:
-                raise CannotTell(GPU_BUSY) from None
+            with self._alone():
+                record["quiet"] = timing.measure_quiet(over, best, record["attempts"][-1])
             if judge.disturbed(record):
                 raise CannotTell("测量的时候有别的程序占用了 GPU 或 CPU，拖慢了基准，这次的结果不能算数。请确认没有后台线程和没做完的内核，等机器空闲时再测一次。")
 

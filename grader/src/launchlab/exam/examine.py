@@ -30,14 +30,14 @@ from nbformat import NotebookNode
 from launchlab.device import gpu as find_gpu
 from launchlab.device import identity
 from launchlab.exam import judge, limits, sandbox, show
-from launchlab.exam.check import GPU_BUSY, CannotTell, Check, CheckFailed
+from launchlab.exam.check import CannotTell, Check, CheckFailed, alone_on
 from launchlab.exam.kernel import Kernel
 from launchlab.exam.memory import Buffer, CudaError
 from launchlab.exam.party import REFERENCE_SECONDS, PartyError, PartyLost
 from launchlab.exam.process import Cell, Process, defines
 from launchlab.exam.remote import Namespace
 from launchlab.exam.report import CheckReport, Report, versions
-from launchlab.exam.timing import GpuBusy, exclusive
+from launchlab.exam.timing import GpuBusy
 from launchlab.exam.waiting import Waiting
 from launchlab.exam.watch import NoRoom
 from launchlab.exam.wire import clean
@@ -170,12 +170,7 @@ def _to_itself(test: Test, master: Master) -> Iterator[None]:
     if not test.alone:
         yield
         return
-    with contextlib.ExitStack() as held:
-        try:
-            held.enter_context(exclusive(identity()))
-        except GpuBusy:
-            raise CannotTell(GPU_BUSY) from None
-        held.enter_context(master.waiting.stopped())
+    with alone_on(identity()), master.waiting.stopped():
         yield
 
 
