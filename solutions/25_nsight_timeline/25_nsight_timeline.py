@@ -1036,7 +1036,7 @@ check.equal(cause, "capture", why="enqueue 套在 capture 里面的时候，caus
 # %% [markdown]
 # ### 练习三：在这块 GPU 上起名字、录下来（3 分）
 #
-# 服务 `handle(i)` 处理第 `i` 个请求：把工作交给 GPU 就返回，不等它做完。有的请求逐个启动内核，有的当场捕获一张图再启动，有的两样都有，还夹着别的操作。
+# 服务 `handle(i)` 处理第 `i` 个请求：把工作交给 GPU 就返回，不等它做完。有的请求逐个启动内核，有的当场捕获一张图再启动，有的两样都有，也有一个内核都没有的，中间还夹着别的操作。
 # 每个请求引出了几个内核？写 `trace_requests(handle, count)`：
 #
 # - 录制一段：依次调用 `handle(0)`、……、`handle(count - 1)`，每个调用**一次**，放进名叫 `request` 加编号的区间，比如 `"request 3"`；
@@ -1048,7 +1048,7 @@ check.equal(cause, "capture", why="enqueue 套在 capture 里面的时候，caus
 # %% [markdown]
 # <details><summary>提示一：想一想</summary>
 #
-# 第 0 个请求的内核可能一跑就是几百微秒，后面所有的区间都已经结束了。拿什么认出一个内核是哪个请求引出的？
+# 前面某个请求的内核可能要跑很久，等它跑完，后面所有的区间都已经结束了。拿什么认出一个内核是哪个请求引出的？
 # 捕获中的启动也是调用，它们引出内核了吗？
 #
 # </details>
@@ -1179,12 +1179,12 @@ check.equal(student.trace_requests(student.define(SERVICE, "service")(student.va
 #
 # - `x` 是 `slow_request` 那样的 cupy 数组，uint32，n + 1 个：n 个数据，最后一个是钥匙；
 # - 返回一张 CuPy 的图（`cupy.cuda.Graph`）。每次 `graph.launch(stream)`，效果和一次 `slow_request(x)` **完全相同**，包括 `x[n]` 里的新钥匙；
-# - 图里正好 `STEPS + 1` 个内核节点，没有拷贝，没有 CPU 参与；
+# - 图里正好 `STEPS + 1` 个节点，全是内核：没有拷贝，没有 CPU 参与，一个请求的全部工作都在这张图里；
 # - 构造的时候不能改动 `x`。
 #
 # 数据换了、`x` 被就地改写以后，重放仍然要对：每次都用**那一刻**的钥匙。
 #
-# 速度怎么评：测试的时钟从外面看，连续处理许多请求，最后等一次 GPU，算每个请求端到端的时间；基线是 `slow_request`。
+# 速度怎么评：测试的时钟从外面看，连续启动你返回的这张图许多次，最后等一次 GPU，算每个请求端到端的时间；基线是 `slow_request`。
 # 要求快到 2.5 倍；参考实现在这台机器上快得不多时，门槛降到它的加速比的一半，但不低于 1.2 倍。
 
 # %% [markdown]
