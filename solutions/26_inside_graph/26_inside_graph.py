@@ -1125,7 +1125,7 @@ check.equal(answer([], 1000.0), (None, 0.0), why="一个节点也没有的时候
 #
 # 写 `time_parts(part, count, replays)`：`part(i)` 往当前流放第 `i` 段的工作（一个或几个内核，只能捕获，**每段只调用一次**）。
 #
-# - 把 `part(0)` … `part(count - 1)` 依次录进同一张图，在 `stream` 上，一次捕获；
+# - 在 `stream` 上，用**一次**捕获把 `part(0)` … `part(count - 1)` 依次录进同一张图；
 # - 把图重放 `replays + 1` 次，第一次不算；
 # - 返回一个列表：每一段的时间，µs，取 `replays` 次的中位数。不开 CUPTI，不用 CPU 的时钟。
 
@@ -1326,7 +1326,8 @@ stream.synchronize()
 # node_times(make, STAGE_AFTER, 9)
 # ```
 #
-# 看着最复杂的写法，未必是最慢的那个。
+# 看着最复杂的写法，未必是最慢的那个。量出是哪一个，就把它写进代码，`capture_mended` 里不必再量；
+# 也别再启动原来那个慢的内核：测试调用 `capture_mended` 的时候，它已经被换成了算别的东西的内核。
 
 # %% [markdown]
 # <details><summary>提示一：想一想</summary>
@@ -1512,8 +1513,8 @@ lab.say(
 
 # %% [markdown] tags=["instructor"]
 # 给教师：练习一的隐藏测试里，`make` 还会捕获并启动一张内核同名、时间只有十分之一的图，次数比重放还多；每个节点第一次跑要四倍的时间，
-# 有一个节点每五次慢一次、快一次；
-# 录制一结束，所有节点都变慢一倍。所以按名字或按 `graphNodeId IS NOT NULL` 一把抓、不去掉第一次、取平均或最小、拿关键路径充当 `graph_us`，都对不上。
+# 有一个节点每五次慢一次、快一次；录制一结束，所有节点都变慢一倍。
+# 所以按名字或按 `graphNodeId IS NOT NULL` 一把抓、不去掉第一次、取平均或最小、拿关键路径充当 `graph_us`，都对不上。
 # 时间的对错由测试定下的空转长度判断；只有 `graph_us` 和参考进程比，因为分支能并行多少由 GPU 决定。
 # 练习四的基线本身就是一张图，所以“用图”不算分，只有改快那个节点才算。
 # `layers.json` 由 `python record_layers.py` 在 GPU 上录。
