@@ -773,7 +773,8 @@ lab.say(lab.table(("长度", "减半几次", "结果"), rows), measured=False)
 #
 # ### 一号的手术：`FixedAddress(engine)`
 #
-# `infer(x, y)`：每个请求的缓冲都可能是新的。每种长度最多创建一个上下文，最多入队两次（预热一次，捕获一次）。
+# `infer(x, y)`：每个请求的缓冲都可能是新的。每种长度最多创建一个上下文，最多入队两次（预热一次，捕获一次）：
+# 一种长度一张图，见过的长度只拷贝、启动它的图，不再入队。
 
 # %% [markdown]
 # <details><summary>提示一：想一想</summary>
@@ -873,7 +874,7 @@ for other in others:
 # ### 二号的手术：`FixedPadding(engine, rows)`
 #
 # `infer(x, y)`：长短任意穿插，都对。有的请求里会混进 NaN，它自己的结果不算数，但**不许影响后面的请求**。
-# 上下文 1 个，入队最多 2 次。
+# 上下文 1 个，入队最多 2 次，图正好一张，有 `rows` 行；`infer` 里启动它，不入队。
 
 # %% [markdown]
 # <details><summary>提示一：想一想</summary>
@@ -968,7 +969,7 @@ check.that(None in counted or counted[0] >= counted[1], why="infer 里没有图�
 # ### 三号的手术：`FixedCapture(engine, x, y, lane)`
 #
 # - 图录在 `lane` 上，`infer()` 在 `lane` 上启动它；属性 `graph` 就是这张 `cupy.cuda.Graph`；
-# - 图里没有内核、或者入队被拒绝：构造时抛出 `RuntimeError`。测试会交来两种不老实的引擎：一种在捕获里返回 `False`（也许图里已经录进去了一点东西），一种把工作入队到别的流上去；
+# - 图里没有内核、或者入队被拒绝：构造时抛出 `RuntimeError`。测试会交来两种不老实的引擎：一种在捕获里返回 `False`（这时图里也许已经录进了别的内核），一种把工作入队到别的流上去；
 # - 不管成败，构造完以后 `lane` 不能还停在捕获里。
 #
 # 调用者保证 `x`、`y` 活着；你自己建的东西要自己留住。
