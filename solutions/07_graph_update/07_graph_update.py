@@ -1612,7 +1612,7 @@ for number in secret.permutation(len(planted)):
 #
 # - 用给定的 `stream` 捕获**一次**；
 # - 写一个函数 `change(source, stamp)`，把活的图改成处理这个请求；
-# - 返回给定的 `Server(graph, change)`，它对每个请求先 `change`、再启动，不等待。
+# - 返回给定的 `Server(graph, change)`，它对每个请求先 `change`、再启动，不等待。可以先后造好几个，`x` 的大小和 `n` 各不相同，互不相干。
 #
 # `source` 可能是捕获时还不存在的数组，大小总和 `x` 相同。除了结果正确，还要快：`n = 150` 时，一串请求的端到端时间（从开始提交到整个设备做完）
 # 不超过 `serve_by_rebuilding` 的三分之一；只达到二分之一得一半的分。如果在这台机器上参考实现自己也快得不多，门槛会降到它的加速比的一半。
