@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import queue
 import sys
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import nbformat
 from earlier_run import earlier
+from one_gpu import use
 
 from launchlab.device import gpu
 from launchlab.exam.examine import examine
@@ -60,8 +60,7 @@ def graded(name: str) -> dict:
 
 def worker(number: int, todo: multiprocessing.Queue, done: multiprocessing.Queue) -> None:
     """Grade chapters on GPU ``number`` of those that are visible, until none is left."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[number] if visible else str(number)
+    use(number)
     while True:
         try:
             name = todo.get(timeout=1)

@@ -28,6 +28,7 @@ from pathlib import Path
 import attack_files
 from earlier_run import earlier
 from gpu_attacks import CHAPTER, FOLDER, SLOW, notebook
+from one_gpu import use
 
 from launchlab.device import gpu
 from launchlab.exam import examine, judge, sandbox
@@ -91,8 +92,7 @@ def summary(exams: list[dict]) -> dict:
 
 def work(number: int, cpus: list[int], todo: list[tuple[str, int]], until: float, results: multiprocessing.Queue) -> None:
     """Hold the exams ``todo`` (case, number) on GPU ``number`` of those that are visible, with ``cpus`` to run on."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[number] if visible else str(number)
+    use(number)
     os.sched_setaffinity(0, cpus)
     master = examine.Master.of(chapter(CHAPTER))
     master.reference.load()
