@@ -1179,7 +1179,7 @@ bench.explains("empty", "工作去了别的流：入队返回 True，图里什�
 bench.explains("uncapturable", "捕获中入队返回了 False，捕获本身却没有作废。", fault="refused")
 search = Bench("finder", 4, np.int32, 2 * 4 * 64)
 search.explains("uncapturable", "NonZero 的引擎：预热成功，捕获中返回 False，而且捕获作废。")
-bench.captures("前面失败过几次以后，正常的捕获也不成了。")
+recaptured = bench.captures("前面失败过几次以后，正常的捕获也不成了。")
 ### BEGIN HIDDEN TESTS
 watched = planted(bench.context, "none")
 bench.captures("正常的捕获应当成功。", watched)
