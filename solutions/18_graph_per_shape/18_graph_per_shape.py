@@ -1614,11 +1614,11 @@ for buckets, budget, captured, why in (
         level = quiet()
         for _ in range(8):
             maker.infer(x, y)
-        grown = level - reference.free_bytes()
-        if grown < 2 * MIB:
+        lost = level - reference.free_bytes()
+        if lost < 2 * MIB:
             break
     check.equal(list(watch.get("enqueues")), enqueues, why="infer 又叫了引擎：配了图的桶，每个请求只启动那张图，不入队，也不再捕获。")
-    check.that(grown < 2 * MIB, why="推理了几次以后，显存越占越多：infer 里不该再申请显存。")
+    check.that(lost < 2 * MIB, why="推理了几次以后，显存越占越多：infer 里不该再申请显存。")
     if captured[-1] < 65536:
         x, y = on_gpu(np.zeros((65536, 64), np.float32)), on_gpu(np.zeros((65536, 64), np.float32))
         y.poison()
