@@ -1516,18 +1516,18 @@ def submitted(runner, stream, x, y):
 
 def enqueues(runner, x, y):
     '''How often a request asks TensorRT to enqueue, in whatever context of whatever engine.'''
-    from tensorrt import IExecutionContext
-    kept, enqueue, calls = vars(IExecutionContext)["execute_async_v3"], IExecutionContext.execute_async_v3, []
+    import tensorrt as trt
+    kept, enqueue, calls = vars(trt.IExecutionContext)["execute_async_v3"], trt.IExecutionContext.execute_async_v3, []
 
-    def noted(context, stream_handle):
-        calls.append(stream_handle)
-        return enqueue(context, stream_handle)
+    def noted(self, *arguments, **named):
+        calls.append(1)
+        return enqueue(self, *arguments, **named)
 
-    IExecutionContext.execute_async_v3 = noted
+    trt.IExecutionContext.execute_async_v3 = noted
     try:
         runner.infer(x, y)
     finally:
-        IExecutionContext.execute_async_v3 = kept
+        trt.IExecutionContext.execute_async_v3 = kept
     return len(calls)
 
 def prompt(runner, stream, x, y):
