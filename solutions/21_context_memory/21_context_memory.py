@@ -618,12 +618,12 @@ def wrong_of(work):
 
 
 counts = {"两条流，没有事件": wrong_of(two_streams), "一张图，两条分支": wrong_of(partial(branches.launch, stream)), "两条流，用事件排队": wrong_of(in_order)}
-hit = [name for name in list(counts)[:2] if counts[name]]
+hit = [f"“{name}”" for name in list(counts)[:2] if counts[name]]
 lab.say(
     lab.table(("排法", f"{2 * TRIALS} 个答案里错了"), list(counts.items()))
     + f"\n\n单独跑的时候，两个答案{'都对' if alone_right else '就不对，这张表不算数'}。"
     + (f"撞上了的：{'、'.join(hit)}。**没有一个返回 `False`，没有一行日志。**" if hit else "这一次没有撞上。")
-    + "没有撞上的不等于安全：换一块 GPU、换一个形状，就可能撞上。"
+    + ("" if len(hit) == 2 else "没有用事件、又没有撞上的，不等于安全：换一块 GPU、换一个形状，就可能撞上。")
 )
 
 # %% [markdown]
