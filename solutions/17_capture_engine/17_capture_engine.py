@@ -1196,6 +1196,13 @@ extern "C" __global__ void spin(unsigned long long ns) {
     do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < ns);
 }''', "spin")
 
+class Foreign:
+    '''A stream of which only the handle is known, by the CUDA stream protocol.'''
+    def __init__(self, handle):
+        self.handle = int(handle)
+    def __cuda_stream__(self):
+        return 0, self.handle
+
 class Unhurried:
     '''Enqueues a context's work; outside of a capture a long kernel and a copy to the host follow. Notes whether the copy was done at the capture.'''
     def __init__(self, context):
@@ -1208,7 +1215,7 @@ class Unhurried:
             return self.context.execute_async_v3(handle)
         self.landed[0] = 0
         answer = self.context.execute_async_v3(handle)
-        with cupy.cuda.ExternalStream(int(handle)) as stream:
+        with cupy.cuda.Stream.from_external(Foreign(handle)) as stream:
             spin((1,), (1,), (numpy.uint64(60_000_000),))
             cupy.cuda.runtime.memcpyAsync(self.landed.ctypes.data, self.one.data.ptr, 4, cupy.cuda.runtime.memcpyDeviceToHost, stream.ptr)
         return answer

@@ -1200,7 +1200,7 @@ ax.set_xticks(range(len(names)), names)
 ax.set_xlabel("图片")
 ax.set_ylabel("图省下的份额（%）")
 ax.set_title(f"图什么时候不再重要（记录自 {recorded['gpu']}）")
-ax.legend(loc="lower left")
+fig.legend(*ax.get_legend_handles_labels(), loc="upper center", bbox_to_anchor=(0.5, 0.02), ncols=2)
 plt.show()
 where = {label: stops_at(shares, 0.1) for label, shares in lines.items()}
 lab.say("以 10% 为门槛：" + "；".join(f"{label}，{'从 ' + names[i] + ' 起图不再重要' if i < len(names) else '图一直重要'}" for label, i in where.items()) + "。", measured=False)

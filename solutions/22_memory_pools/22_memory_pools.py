@@ -1065,7 +1065,7 @@ for _ in range(2):  # the first time is a warm-up
 fig, axes = plt.subplots(1, 2, figsize=(12, 4.6), sharex=True, sharey=True)
 for name, (times, footprints, _) in days.items():
     ax = axes[1] if name.startswith(("图", "固定")) else axes[0]
-    style = "--" if name.endswith("歇时修剪") else "-"
+    style = "--" if name.endswith("歇时修剪") else {"池，门槛 0": ":", "池，全留着": "-.", "图里分配，不修剪": "-."}.get(name, "-")
     ax.step(np.append(0, times), np.append(0, footprints), where="post", marker="", linestyle=style, label=name)
 for ax, title in zip(axes, ("不用池子，和驱动的池", "固定缓冲，和图里分配"), strict=True):
     ax.set_title(title)
