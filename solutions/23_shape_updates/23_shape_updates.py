@@ -1131,7 +1131,7 @@ if not missing:
         results["WHILE"].append(timed(partial(replay, euclid_exec), f))
     fig, ax = plt.subplots()
     for name, each in results.items():
-        ax.plot([n for _, n in each], [us for us, _ in each], "o-", label=name)
+        ax.plot([n for _, n in each], [us for us, _ in each], label=name)
     ax.set_xlabel("轮数")
     ax.set_ylabel("端到端（µs）")
     ax.set_title(f"一次启动做到好（{lab.gpu_name()}）")
