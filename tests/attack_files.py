@@ -24,6 +24,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from nbformat import NotebookNode
@@ -56,9 +57,15 @@ class Attack:
         return self.name
 
 
+@cache
+def code_of(folder: Path) -> str:
+    """A chapter's `source.sha256`, reckoned once in a process: it reads the chapter, and many attacks are on the same one."""
+    return source.sha256(folder)
+
+
 def fingerprint(attack: Attack, which: Chapter, asked: Iterable[str]) -> str:
     """What an exam of it depends on: the answers, the tests asked (ids), the chapter's code. Equal: no need to examine it anew."""
-    told = [attack.cells, attack.files, sorted(asked), source.sha256(which.source.parent)]
+    told = [attack.cells, attack.files, sorted(asked), code_of(which.source.parent)]
     return hashlib.sha256(json.dumps(told, ensure_ascii=False).encode()).hexdigest()
 
 

@@ -2,11 +2,11 @@
 
 usage: PYTHONPATH=grader/src python3 tests/gpu_attacks.py OUT.json [--seconds 270] [--one-by-one] [NAME …]
 
-Cases in which nothing is timed run first, in several processes side by side; then those with a speed-up, one after the
-other, so that nobody disturbs a measurement. Tests that are marked `alone` count as timed. OUT.json holds a record for each: verdicts, reasons and seconds, what
-was left running or lying when it was over, and whether all is as it is due. Exit code 0 if it is, 1 if not, 3 without a
-GPU. Written anew after each case. A run goes on where an earlier one left it: what ended as due, and has not changed since
-(answers, tests, the chapter's code), is not examined again.
+Cases in which nothing is timed run first, in several processes side by side; then those with a speed-up, or with a test that
+is marked `alone`, one after the other, so that nobody disturbs a measurement. OUT.json holds a record for each: verdicts,
+reasons and seconds, and what was left running or lying when it was over. Exit code 0 if all is as it is due, 1 if not, 3
+without a GPU. Written anew after each case. A run goes on where an earlier one left it: what ended as due, and has not changed
+since (answers, tests, the chapter's code), is not examined again.
 """
 
 from __future__ import annotations
@@ -55,25 +55,23 @@ def chapter_of(attack: attack_files.Attack) -> Chapter:
     return chapter(attack.chapter or CHAPTER)
 
 
-def kinds_asked(attack: attack_files.Attack) -> dict[str, str]:
-    """The tests that are asked, by id, and their kinds. Who is after chapter 3's first exercise alone is not timed."""
+def asked(attack: attack_files.Attack) -> dict[str, nbformat.NotebookNode]:
+    """The test cells that are asked, by id. Who is after chapter 3's first exercise alone is not timed."""
     _, release = notebooks(chapter_of(attack).name)
-    kinds = {cell.metadata.nbgrader.grade_id: cell.metadata.launchlab.kind for cell in release.cells if cell.metadata.get("nbgrader", {}).get("grade")}
+    tests = {cell.metadata.nbgrader.grade_id: cell for cell in release.cells if cell.metadata.get("nbgrader", {}).get("grade")}
     if attack.tests:
-        return {f"test_{name}": kinds[f"test_{name}"] for name in attack.tests}
-    return {name: kind for name, kind in kinds.items() if attack.loses != ("capture_chain",) or name != SLOW}
+        return {f"test_{name}": tests[f"test_{name}"] for name in attack.tests}
+    return {name: cell for name, cell in tests.items() if attack.loses != ("capture_chain",) or name != SLOW}
 
 
 def measures(attack: attack_files.Attack) -> bool:
     """Whether a test that is asked measures time: a speed-up, or one marked `alone`."""
-    _, release = notebooks(chapter_of(attack).name)
-    tags = {cell.metadata.nbgrader.grade_id: cell.metadata.get("tags", ()) for cell in release.cells if cell.metadata.get("nbgrader", {}).get("grade")}
-    return any(kind == "speedup" or "alone" in tags[name] for name, kind in kinds_asked(attack).items())
+    return any(cell.metadata.launchlab.kind == "speedup" or "alone" in cell.metadata.get("tags", ()) for cell in asked(attack).values())
 
 
 def fingerprint(attack: attack_files.Attack) -> str:
     """See `attack_files.fingerprint`."""
-    return attack_files.fingerprint(attack, chapter_of(attack), kinds_asked(attack))
+    return attack_files.fingerprint(attack, chapter_of(attack), asked(attack))
 
 
 def ended_as_due(attack: attack_files.Attack, case: dict) -> bool:
@@ -86,8 +84,8 @@ def notebook(attack: attack_files.Attack) -> nbformat.NotebookNode:
     solution, release = notebooks(chapter_of(attack).name)
     handed_in = attack_files.submission(attack, solution, release)
     nb, _ = graft(json.dumps(handed_in).encode(), release)
-    asked = kinds_asked(attack)
-    nb.cells = [cell for cell in nb.cells if not cell.metadata.get("nbgrader", {}).get("grade") or cell.metadata.nbgrader.grade_id in asked]
+    names = asked(attack)
+    nb.cells = [cell for cell in nb.cells if not cell.metadata.get("nbgrader", {}).get("grade") or cell.metadata.nbgrader.grade_id in names]
     return nb
 
 
@@ -116,14 +114,13 @@ def case(attack: attack_files.Attack) -> dict:
     try:
         report = examine(notebook(attack), which).to_json()
     except Exception:  # noqa: BLE001 - the examiner must not fall: if it does, that is what is found, and the others go on
-        return head | {"as_due": False, "seconds": 0.0, "checks": [], "examiner_failed": traceback.format_exc()[-2000:]}
+        return head | {"seconds": 0.0, "checks": [], "examiner_failed": traceback.format_exc()[-2000:]}
     checks = [{key: check[key] for key in KEPT} for check in report["checks"]]
     for check, full in zip(checks, report["checks"], strict=True):
         if full["kind"] == "speedup":
             check["attempts"] = [len(r["attempts"]) for r in full["records"] if r["check"] == "speedup"]
     free = free_memory()
-    found = head | {"seconds": report["seconds"], "checks": checks, "left_behind": left_behind(), "gpu_free_mib": free and free[0] >> 20}
-    return found | {"as_due": ended_as_due(attack, found)}
+    return head | {"seconds": report["seconds"], "checks": checks, "left_behind": left_behind(), "gpu_free_mib": free and free[0] >> 20}
 
 
 def left_behind() -> list[str]:
@@ -176,12 +173,16 @@ class Run:
         self.scratch = tempfile.TemporaryDirectory(prefix="attacks-")
         sandboxed = "bubblewrap" if sandbox.works() else "none"
         here = {"gpu": gpu().name, "driver": gpu().driver, "sandbox": sandboxed, "limits": limits.told(sandbox.works())}
-        known = {attack.name: attack for attack in attack_files.load(FOLDER)}
-        past = [each for each in earlier(out, here).get("cases", ()) if each["name"] in known]
-        cases = [each for each in past if each["of"] == fingerprint(known[each["name"]]) and ended_as_due(known[each["name"]], each)]
+        self.known = {attack.name: attack for attack in attack_files.load(FOLDER)}
+        past = [each for each in earlier(out, here).get("cases", ()) if each["name"] in self.known]
+        cases = [each for each in past if each["of"] == fingerprint(self.known[each["name"]]) and self.due(each)]
         done = {each["name"] for each in cases}
         self.todo = [attack for attack in attacks if attack.name not in done]
         self.record = here | {"cases": cases, "not_reached": [attack.name for attack in self.todo]}
+
+    def due(self, found: dict) -> bool:
+        """Whether a case ended as it is due: told by what the attack is now, so it is kept nowhere."""
+        return ended_as_due(self.known[found["name"]], found)
 
     def over(self) -> bool:
         return time.monotonic() > self.until
@@ -196,7 +197,7 @@ class Run:
         words = "; ".join(f"{check['id'][5:]} {check['verdict']}" for check in found["checks"] if check["verdict"] != "passed")
         words = found.get("examiner_failed") or words or "all passed"
         left = f", left behind: {found['left_behind']}" if found.get("left_behind") else ""
-        print(f"{self.record['seconds']:6.1f} s  {'ok' if found['as_due'] else 'XX'} {found['seconds']:6.1f} s  {found['name']}: {words}{left}", flush=True)
+        print(f"{self.record['seconds']:6.1f} s  {'ok' if self.due(found) else 'XX'} {found['seconds']:6.1f} s  {found['name']}: {words}{left}", flush=True)
 
     def side_by_side(self, attacks: list[attack_files.Attack]) -> None:
         """Examine attacks in which nothing is timed, in several processes."""
@@ -254,7 +255,7 @@ def main() -> int:
     run.side_by_side([attack for attack in run.todo if attack not in timed])
     run.one_by_one(sorted(timed, key=lambda attack: chapter_of(attack).name, reverse=True))
     record = run.record
-    wrong = [each["name"] for each in record["cases"] if not each["as_due"]]
+    wrong = [each["name"] for each in record["cases"] if not run.due(each)]
     print(f"{len(record['cases'])} examined in {record.get('seconds', 0):.0f} s, not as due: {wrong or 'none'}, not reached: {record['not_reached'] or 'none'}")
     return 1 if wrong or record["not_reached"] else 0
 

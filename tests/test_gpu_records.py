@@ -153,7 +153,7 @@ def test_record_tells_where_it_was_made(name):
 
 def changed(attack: attack_files.Attack, how: str) -> tuple:
     """What `attack_files.fingerprint` is asked when something of an exam has changed."""
-    asked = gpu_attacks.kinds_asked(attack)
+    asked = gpu_attacks.asked(attack)
     match how:
         case "answer":
             return replace(attack, cells=[*attack.cells, ("after", "advance", "x = 1")]), gpu_attacks.chapter_of(attack), asked

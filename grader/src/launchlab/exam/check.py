@@ -32,6 +32,7 @@ NODE_WORDS = {
     "allocs": "分配节点", "frees": "释放节点", "conditionals": "条件节点", "waits": "事件等待节点", "records": "事件记录节点", "total": "节点", "edges": "边",
 }
 
+
 class CheckFailed(AssertionError):
     """A check did not hold; the text (Chinese) tells the learner why and what to try.
 
