@@ -156,6 +156,11 @@ REFUSED = {
         '### BEGIN HIDDEN TESTS\nstudent.value("table")\ncheck.equal(student.total_us',
         "test_total_us：用到的 table 只在演示单元（demo）里定义",
     ),
+    "test that overwrites a function": (
+        "### BEGIN HIDDEN TESTS\ncheck.equal(student.total_us",
+        "### BEGIN HIDDEN TESTS\nfor total_us in ():\n    pass\ncheck.equal(student.total_us",
+        "test_total_us：total_us 是笔记本里的函数或类，测试单元里换个名字",
+    ),
     "two titles": ("# ## 小结", "# # 小结", "正好要有一个一级标题（# …），现在有 2 个"),
     "skipped level": ("# ## 小结", "# #### 小结", "标题从 2 级跳到了 4 级"),
     "points": ("points=2", "points=1", "测试单元的分数合计 7，chapters.toml 里写的是 8"),

@@ -1,5 +1,6 @@
 """Everybody can read the course: all chapters, drafts too, and what each of the rules is there to find."""
 
+import ast
 import base64
 import io
 from datetime import date
@@ -212,3 +213,35 @@ def test_alt_texts_reach_the_release_and_survive_a_rebuild(mini):
     for nb in (made.solution, release):
         assert [cell.metadata.alt for cell in nb.cells if "alt" in cell.metadata] == ["最小的一章（图）。总时间。"]
     assert [flaw.rule for flaw in form.flaws(made.solution)] == ["style"]
+
+
+def valued(source: str) -> str:
+    """What the last line of a test cell calls, if that returns a value, which the notebook would show; "" if not."""
+    tree = ast.parse(source)
+    returning = set()
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        inner = {node for other in ast.walk(function) if other is not function and isinstance(other, ast.FunctionDef | ast.Lambda) for node in ast.walk(other)}
+        if any(isinstance(node, ast.Return) and node.value and node not in inner for node in ast.walk(function)):
+            returning.add(function.name)
+    match tree.body[-1]:
+        case ast.Expr(ast.Call(func=ast.Name(name) | ast.Attribute(_, name))) if name in returning:
+            return name
+    return ""
+
+
+@pytest.mark.parametrize(("source", "shown"), [
+    ("def told(x):\n    return x\ntold(1)", "told"),
+    ("def told(x):\n    def inner():\n        return x\n    inner()\ntold(1)", ""),
+    ("class Desk:\n    def serves(self):\n        return 1\nDesk().serves()", "serves"),
+    ("def told(x):\n    return x\ncheck.equal(told(1), 1)", ""),
+    ("def told(x):\n    return x\nkept = told(1)", ""),
+])
+def test_what_a_notebook_would_show_is_found(source, shown):
+    assert valued(source) == shown
+
+
+@pytest.mark.parametrize("each", ALL)
+def test_a_test_cell_shows_no_value(each):
+    for path in (each.solution, each.release):
+        nb = nbformat.read(path, as_version=4)
+        assert {cell.id: name for cell in nb.cells if cell.metadata.get("nbgrader", {}).get("grade") if (name := valued(cell.source))} == {}

@@ -208,6 +208,23 @@ def test_each_arrow_ends_at_its_box_however_often_it_is_drawn():
         assert (abs(around - 0x44) < 12).all(), (arrow, around)
 
 
+@pytest.mark.parametrize("edges", [
+    [("0", "1"), ("1", "2"), ("2", "3"), ("0", "3")],
+    [("0", "1"), ("0", "2"), ("1", "3"), ("2", "3"), ("3", "4"), ("0", "4"), ("1", "5"), ("4", "5")],
+])
+def test_no_arrow_runs_through_the_box_of_another_node(edges):
+    ax = lab.draw_graph(({name: "kernel" for edge in edges for name in edge}, edges))
+    ax.figure.canvas.draw()
+    boxes = [each.get_bbox_patch().get_window_extent() for each in ax.texts if each.get_bbox_patch()]
+    arrows = [each.arrow_patch for each in ax.texts if getattr(each, "arrow_patch", None)]
+    assert len(arrows) == len(edges)
+    for arrow in arrows:
+        begin, control, end = arrow.get_path().vertices[:3]  # of a quadratic curve, shrunk to the boxes of its own two nodes
+        part = np.linspace(0.05, 0.95, 50)[:, None]
+        curve = (1 - part) ** 2 * begin + 2 * part * (1 - part) * control + part**2 * end
+        assert not [box for box in boxes if box.count_contains(curve)], arrow
+
+
 @pytest.mark.parametrize(
     ("graph", "words"),
     [

@@ -1041,7 +1041,8 @@ check.equal((back_buffer if depth % 2 else front).read(), reference.layered(give
 # - 不同的 `Player` 各管各的 `x`；
 # - 图在 `stream` 上重放；捕获用给定的 `record`。
 #
-# 还要快：轮流处理两种尺寸的请求时，端到端时间（停表前等整个设备做完）不超过逐个启动的**一半**。
+# 还要快：五到八种尺寸（几种、各多大，计时的时候才定）的请求轮流来，端到端时间（停表前等整个设备做完）不超过逐个启动的**一半**。
+# 尺寸不限于计时的这几种，而且随时会有以前的尺寸再来：录过的图都要留着，扔掉几张，再来就又要录。
 # 如果参考解答在你的机器上快不到 4 倍，门槛就降到它的倍数的一半，最低 1.2 倍；差一点的，得一半分。
 # 在笔记本里运行测试时，手边没有参考解答，只能拿你自己的答案充当，快慢可能判得不准；以 `./grader/launch check 1` 的结论为准。
 
@@ -1133,7 +1134,7 @@ for _ in range(3):
             wants[which] = reference.requested(wants[which], requested_size)
     check.equal(np.stack([each.read() for each in buffers]), np.stack(wants), why="两个 Player 各有各的 x，请求的尺寸也变来变去，结果不对。图记住的是地址：两个 Player 的图是不是混用了？有没有丢掉或重做了请求？")
     wants = [each.write(secret.integers(0, 2**32, 4096, dtype=np.uint32)) for each in buffers]
-# What a request of a size seen before puts into the stream: one graph launch is one node, single launches are many; waiting is refused.
+# Of many sizes, all seen before, three things are asked. First: while the stream is capturing, a graph cannot be launched, single kernels can.
 SUBMITTED = """
 def submitted(player, size, stream):
     import contextlib
@@ -1148,22 +1149,62 @@ def submitted(player, size, stream):
     finally:
         with contextlib.suppress(failure):
             graph = stream.end_capture()
+        runtime.cudaGetLastError()
     if refused or graph is None:
         return None
     return int(runtime.cudaGraphGetNodes(runtime.cudaGraph_t(int(graph.graph)), 0)[-1])
 """
-spare = on_gpu(wants[0])
-trusted = reference.Player(spare)
-student.in_turn(players[0], several * 2).run(1)
-reference.in_turn(trusted, several * 2).run(1)
-theirs = [student.define(SUBMITTED, "submitted")(players[0], each, student.value("stream")) for each in several]
-right = [reference.define(SUBMITTED, "submitted")(trusted, each, reference.value("stream")) for each in several]
-check.equal(buffers[0].read(), spare.read(), why="同一种尺寸来第二次、第三次，结果不对。有没有丢掉或重做了请求？或者有工作没有放进 stream？")
-check.that(theirs == right, why="处理见过的尺寸，应当只往 stream 里放一次图启动，也不等 GPU。你的 Player 放进去的不是这样：是不是仍然逐个启动内核，又录了一遍，忘了以前录过的尺寸，用了别的流，或者在里面同步了？")
+# Second: where mix does nothing any more, only what was recorded before can do the work.
+WITHOUT_MIX = """
+def without_mix(work, launch_chain):
+    names = launch_chain.__globals__
+    kept = names["mix"]
+    names["mix"] = lambda *args, **kwargs: None
+    try:
+        work()
+    finally:
+        names["mix"] = kept
+"""
+# Third: behind a kernel that keeps the stream busy, a request comes back while it still does. A pause of this process may look like waiting: tried again.
+WAITED = """
+def waited(player, sizes, stream, launch_spin):
+    import cupy
+    behind = cupy.cuda.Event()
+    for us in (20_000, 80_000, 320_000):
+        stream.synchronize()
+        launch_spin(us)
+        behind.record(stream)
+        for size in sizes:
+            player(size)
+        if not behind.done:
+            stream.synchronize()
+            return False
+    return True
+"""
+many = [256 * int(k) for k in secret.permutation(np.arange(1, 33))[: int(secret.integers(12, 21))]]
+start = secret.integers(0, 2**32, 8192, dtype=np.uint32)
+mine, spare = on_gpu(start), on_gpu(start)
+player, trusted = student.Player(mine), reference.Player(spare)
+for turns in (many * 3, many[::-1]):
+    student.in_turn(player, turns).run(1)
+    reference.in_turn(trusted, turns).run(1)
+check.equal(mine.read(), spare.read(), why="同一种尺寸来第二次、第三次，结果不对。有没有丢掉或重做了请求？或者有工作没有放进 stream？")
+theirs = [student.define(SUBMITTED, "submitted")(player, each, student.value("stream")) for each in many[:4]]
+right = [reference.define(SUBMITTED, "submitted")(trusted, each, reference.value("stream")) for each in many[:4]]
+check.that(theirs == right, why="处理见过的尺寸，应当只往 stream 里放一次图启动。你的 Player 放进去的不是这样：是不是仍然逐个启动内核，或者用了别的流？")
+check.equal(mine.read(), spare.read(), why="stream 处于捕获状态时处理见过的尺寸，x 却变了：有工作没有放进 stream。")
+again = [many[int(k)] for k in secret.permutation(len(many))]
+student.define(WITHOUT_MIX, "without_mix")(student.in_turn(player, again), student.value("launch_chain"))
+reference.in_turn(trusted, again).run(1)
+check.equal(mine.read(), spare.read(), why="许多种尺寸都来过以后，把 mix 换成什么也不做的函数，再来一轮：录过的图照样能算，结果却不对。见过的尺寸是不是又录了一遍，或者仍然逐个启动？每种尺寸的图都要留着，不要只留最近的几张。")
+check.that(
+    student.define(WAITED, "waited")(player, many[:1], student.value("stream"), student.value("launch_spin")) is False,
+    why="stream 里前面的任务还没有做完，处理见过的尺寸就应当返回，你的 Player 却等到它做完才返回：是不是同步了（synchronize、get）？请求只管把图启动放进队里。",
+)
 ### END HIDDEN TESTS
 
 # %% test="Player_speed" kind="speedup" points=2 tags=["gpu"]
-TURNS = [1024, 4096]
+TURNS = [256 * int(k) for k in secret.permutation(np.arange(1, 17))[: int(secret.integers(5, 9))]]  # five to eight sizes
 initial = secret.integers(0, 2**32, 4096, dtype=np.uint32)
 theirs, base, own = on_gpu(initial), on_gpu(initial), on_gpu(initial)
 check.speedup(
@@ -1172,7 +1213,7 @@ check.speedup(
     best=reference.in_turn(reference.Player(own), TURNS),
     state=(theirs, own),
     at_least=2.0,
-    why="还不够快。两种尺寸轮流来，每个请求应当只有一次图启动：是不是每次都在捕获？是不是只留着最近一种尺寸的图，换回来又要重录？",
+    why="还不够快。几种尺寸轮流来，每个请求应当只有一次图启动：是不是每次都在捕获？是不是只留着最近几种尺寸的图，换回来又要重录？",
 )
 ### BEGIN HIDDEN TESTS
 want = theirs.write(secret.integers(0, 2**32, 4096, dtype=np.uint32))
@@ -1188,8 +1229,9 @@ check.equal(theirs.read(), want, why="计时以后换一份数据再处理，结
 # 给教师：练习一的隐藏测试用另一种写法算同一条规则（对每个 k 求“交到第 k 个，然后一口气做完其余”的最大值），
 # 长内核放在开头、中间、结尾都有，所以“总和”“平均”“最大值”一类的公式都会露馅。
 # 练习二的隐藏测试把一条处于捕获状态的新流传给 `run_layers`，笔记本里的 `stream` 也同时在捕获：落在别的流里的启动不会进图，同步哪一条都会报错。
-# 练习三的隐藏测试让 `stream` 处于捕获状态，再请求见过的尺寸：放进去的节点数要与参考解答相同（一次图启动），逐个启动、重新捕获或同步的写法，结果正确也不得分。
-# 计时让两种尺寸交替出现：只缓存最近一张图的写法速度不够。
+# 练习三的隐藏测试先让十几种尺寸都来过几次，再问三件事：`stream` 处于捕获状态时，图启动会被驱动拒绝，逐个启动却会被记下（要与参考解答相同）；
+# 把 `mix` 换成什么也不做的函数，只有录好的图还能算对，重新捕获、只留几张图的写法都会露馅；用 `spin` 堵住 `stream`，调用要在它做完之前返回，同步的写法过不去。
+# 这三样的写法，结果正确也不得分。计时用五到八种尺寸轮流，几种、各多大都是抽的：只缓存最近几张图的写法速度不够。
 
 # %% [markdown]
 # 你刚才写的 `Player`，就是“每个形状一张图”的雏形：键是尺寸，值是图。真实的引擎还要考虑地址、Profile、显存上限和淘汰，

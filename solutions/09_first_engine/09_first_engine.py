@@ -1659,23 +1659,36 @@ def watched(make_stepper, blocks, x, refuse):
         cupy.cuda.runtime.deviceSynchronize()
     return [raised, len(seen)]
 """
-# What one step puts into the stream, as a graph: whatever waits is refused, whatever goes elsewhere is missing.
-CAPTURED = """
-def captured(step, stream):
-    import contextlib
-    import cupy
-    from cuda.bindings import runtime
-    graph, refused = None, False
-    stream.begin_capture()
-    try:
+# A stream that is held up: who waits does not come back, and what changes meanwhile was not put into the stream.
+HELD_UP = """
+import cupy
+import cupyx
+
+spin = cupy.RawKernel(r'extern "C" __global__ void spin(unsigned long long ns) { unsigned long long start, now; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start)); do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < ns); }', "spin")
+
+def held_up(step, stream, x):
+    \"\"\"[did a step come back before its stream went on, did x change before that]\"\"\"
+    aside, before, then = cupy.cuda.Stream(non_blocking=True), *(cupyx.empty_pinned(x.shape, x.dtype) for _ in range(2))
+    with stream:
+        spin((1,), (1,), (cupy.uint64(0),))
+    stream.synchronize()
+    for ns in (40_000_000, 100_000_000, 250_000_000):  # longer if the machine may just have been busy
+        before[...] = cupy.asnumpy(x, stream=stream)
+        goes_on = cupy.cuda.Event(disable_timing=True)
+        with stream:
+            spin((1,), (1,), (cupy.uint64(ns),))
+        goes_on.record(stream)
         step()
-    except Exception:
-        refused = True
-    finally:
-        with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):
-            graph = stream.end_capture()
-        runtime.cudaGetLastError()
-    return None if refused else graph
+        early = not goes_on.done
+        with aside:
+            spin((1,), (1,), (cupy.uint64(5_000_000),))  # time for what went elsewhere to arrive
+        x.data.copy_to_host_async(then.ctypes.data, x.nbytes, aside)
+        aside.synchronize()
+        told = not goes_on.done  # else what was read is of no meaning
+        stream.synchronize()
+        if early and told:
+            return [True, bool((before != then).any())]
+    return [False, False]
 """
 TENANTS = """
 def tenants(stream, rows, width):
@@ -1702,11 +1715,13 @@ for _ in range(3):
     data = x.write(secret.integers(-8, 8, (rows, width)).astype(np.float32))
 for other in others:
     check.equal(other, np.full((rows, width), 77, np.float32), why="推理写坏了别人的数组：输出的缓冲已经被回收，引擎还在往老地址写。请让 step 留住它。")
-submitted = student.define(CAPTURED, "captured")(step, student.value("stream"))
-check.that(submitted is not None, why="让 stream 处于捕获状态，再调用 step，就出错了：step 里是不是等了 GPU，或者用了别的、没有汇合的流？入队和拷贝都放在 stream 上，马上返回。")
-check.equal(x.read(), data, why="让 stream 处于捕获状态，再调用 step，x 却变了：有工作没有放在 stream 上。")
-submitted.run(1)
-check.equal(x.read(), reference.blocks_by_numpy(data, blocks), why="step 放进 stream 的不是一步的全部工作：有的放到了别的流。")
+early, changed = student.define(HELD_UP, "held_up")(step, student.value("stream"), x)
+check.that(early, why="流里别人的工作还没做完，step 就一直没有返回：它是不是等了 GPU？入队和拷贝都放在 stream 上，马上返回。")
+check.that(not changed, why="stream 里前面的工作还没做完，x 就变了：有工作没有放在 stream 上。")
+data = x.write(secret.integers(-8, 8, (rows, width)).astype(np.float32))
+step.run(1)
+data = reference.blocks_by_numpy(data, blocks)
+check.equal(x.read(), data, why="stream 堵过以后再走一步，结果不对。每一步都要从 x 当时的内容出发，并写回 x。")
 watched = student.define(WATCHED, "watched")
 small = np.arange(8, dtype=np.float32).reshape(2, 4) - 4
 z = on_gpu(small)
@@ -1715,7 +1730,7 @@ check.equal(raised, "", why="又建一个 stepper，走一步，却抛出了异�
 check.that(isinstance(enqueued, int) and enqueued > 0, why="没有一次推理经过 TensorRT（execute_async_v3 没有被调用）：所有的块要由你构建的引擎来算。")
 check.equal(z.read(), reference.blocks_by_numpy(small, tiny), why="又建一个 stepper，走一步的结果不对。")
 step.run(1)
-check.equal(x.read(), reference.blocks_by_numpy(data, blocks, 2), why="又建一个 stepper 以后，原来的那一个结果不对：它们各有各的引擎、上下文和缓冲。")
+check.equal(x.read(), reference.blocks_by_numpy(data, blocks), why="又建一个 stepper 以后，原来的那一个结果不对：它们各有各的引擎、上下文和缓冲。")
 small = z.write(small + 1)
 check.equal(watched(student.value("make_stepper"), tiny, z, True)[0], "EnqueueError", why="入队返回了 False，应当抛出 EnqueueError。execute_async_v3 的返回值检查了吗？")
 check.equal(z.read(), small, why="入队返回了 False，x 却变了：先查返回值，再拷贝。")
@@ -1774,7 +1789,7 @@ check.that(isinstance(enqueued, int) and enqueued > 0, why="快，可是没有�
 # 给教师：练习一的隐藏测试里，编号 0、空列表、不返回东西的调用都出现在成功的位置，`returned in (None, False)` 会把编号 0 认成失败；
 # 回声和失败以后的日志也在里面。练习二的隐藏测试用方阵（转置也装得下）、float64 和按列存放的权重：没有转换、转换错了，或者反复用同一块缓冲，结果就会错；
 # 只给地址又没有留住数组的，还可能崩溃，那时只有这道题失分。练习三用夹在中间的 `Runtime`、`Engine`、`Context` 替身逐个制造 `None` 和 `False`，并记下入队用的流。
-# 练习三、四都查“不等待”：`Runner` 在一个长内核之后入队，返回时长内核要还在跑；`step` 在 `stream` 的捕获里走一步，等待会报错，别的流上的工作录不进来。
+# 练习三、四都查“不等待”：`Runner` 在一个长内核之后入队，返回时长内核要还在跑；`step` 也是，而且长内核还在跑的时候 `x` 不许变：变了，就有工作放到了别的流上。这样查，把入队捕获成图的写法也过得去（驱动不许在捕获中启动图，所以不能用捕获来查）。
 # 练习四还数 `execute_async_v3` 被调用了几次：把 CuPy 内核录成一张图也够快，但没有引擎。
 # 练习四的状态全是整数，任何策略都没有误差，所以可以逐字节地证明每一轮都做了；不设上限，因为学生也可以把入队捕获成图，那样更快，而且是对的。
 

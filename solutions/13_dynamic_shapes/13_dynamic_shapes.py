@@ -1555,12 +1555,11 @@ class Desk:
         self.watched.seen()
         self.watched.queues()
         self.runner.infer(self.x, self.mask, self.y, self.pooled)
-        calls, queues = self.watched.seen(), self.watched.queues()
+        self.calls, queues = self.watched.seen(), self.watched.queues()
         student.value("stream").synchronize()
-        check.equal(calls.count("execute_async_v3"), 1, why="一个合法的请求，应当用传入的引擎的上下文入队正好一次。")
+        check.equal(self.calls.count("execute_async_v3"), 1, why="一个合法的请求，应当用传入的引擎的上下文入队正好一次。")
         check.equal(queues, [student.value("stream").get("ptr")], why="请求应当在给定的 stream 上入队。")
         check.equal([self.y.read(), self.pooled.read()], list(reference.expected(x, mask)), why=why)
-        return calls
 
 
 def zeros(*shape, dtype=np.float32):
@@ -1615,7 +1614,8 @@ for why, given in (
 ):
     desk.refuses("TypeError", why, **given)
 desk.serves("拒绝了数据类型不对的请求之后，合法的请求结果不对。")
-calls = [call for call in desk.serves("合法的请求结果不对。") if call.startswith(("set_", "execute"))]
+desk.serves("合法的请求结果不对。")
+calls = [call for call in desk.calls if call.startswith(("set_", "execute"))]
 for number in range(min(len(calls), 20)):
     desk.watched.deny(number)
     desk.refuses("RuntimeError", "设形状、设地址或者入队返回了 False（不一定是对第一个张量），应当变成 RuntimeError，而不是继续往下走。")

@@ -1179,7 +1179,7 @@ bench.explains("empty", "工作去了别的流：入队返回 True，图里什�
 bench.explains("uncapturable", "捕获中入队返回了 False，捕获本身却没有作废。", fault="refused")
 search = Bench("finder", 4, np.int32, 2 * 4 * 64)
 search.explains("uncapturable", "NonZero 的引擎：预热成功，捕获中返回 False，而且捕获作废。")
-bench.captures("前面失败过几次以后，正常的捕获也不成了。")
+recaptured = bench.captures("前面失败过几次以后，正常的捕获也不成了。")
 ### BEGIN HIDDEN TESTS
 watched = planted(bench.context, "none")
 bench.captures("正常的捕获应当成功。", watched)
@@ -1196,6 +1196,13 @@ extern "C" __global__ void spin(unsigned long long ns) {
     do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < ns);
 }''', "spin")
 
+class Foreign:
+    '''A stream of which only the handle is known, by the CUDA stream protocol.'''
+    def __init__(self, handle):
+        self.handle = int(handle)
+    def __cuda_stream__(self):
+        return 0, self.handle
+
 class Unhurried:
     '''Enqueues a context's work; outside of a capture a long kernel and a copy to the host follow. Notes whether the copy was done at the capture.'''
     def __init__(self, context):
@@ -1208,7 +1215,7 @@ class Unhurried:
             return self.context.execute_async_v3(handle)
         self.landed[0] = 0
         answer = self.context.execute_async_v3(handle)
-        with cupy.cuda.ExternalStream(int(handle)) as stream:
+        with cupy.cuda.Stream.from_external(Foreign(handle)) as stream:
             spin((1,), (1,), (numpy.uint64(60_000_000),))
             cupy.cuda.runtime.memcpyAsync(self.landed.ctypes.data, self.one.data.ptr, 4, cupy.cuda.runtime.memcpyDeviceToHost, stream.ptr)
         return answer
@@ -1396,57 +1403,6 @@ def same(x, y, rows, runner):
     return runner.infer(x[:rows], y[:rows])
 """
 watch, part, same = (student.define(WATCHED, name) for name in ("Watched", "part", "same"))
-# What a request leaves in the stream's capture: of which kinds the nodes are, None where the capture was spoilt. An enqueue leaves
-# kernels. A driver may refuse to launch a graph into a capture, and the request fail: what a launch leaves, the reference shows.
-SUBMITTED = """
-import contextlib
-import cupy
-import numpy
-from cuda.bindings import runtime
-from launchlab.exam.agent import describe_graph
-spin = cupy.RawKernel(r'''
-extern "C" __global__ void spin(unsigned long long ns) {
-    unsigned long long start, now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
-    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < ns);
-}''', "spin")
-
-def submitted(runner, stream, x, y):
-    graph = None
-    with stream:
-        stream.begin_capture()
-        with contextlib.suppress(Exception):
-            runner.infer(x, y)
-        with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):
-            graph = stream.end_capture()
-    runtime.cudaGetLastError()
-    return None if graph is None else sorted(describe_graph(graph)["kinds"])
-
-def prompt(runner, stream, x, y):
-    '''Infer on a stream that is held up: did it come back before the stream went on?'''
-    plug = cupy.cuda.Event(disable_timing=True)
-    with stream:
-        spin((1,), (1,), (numpy.uint64(60_000_000),))
-    plug.record(stream)
-    runner.infer(x, y)
-    early = not plug.done
-    stream.synchronize()
-    return early
-
-def borrowed(runner, stream):
-    '''The first request, on buffers that the caller then lets go of: is their memory given to others?'''
-    import gc
-    with stream:
-        x, y = cupy.zeros((64, 64), cupy.float32), cupy.zeros((64, 64), cupy.float32)
-        homes = {x.data.ptr, y.data.ptr}
-        way = runner.infer(x, y)
-        stream.synchronize()
-        del x, y
-        gc.collect()
-        others = [cupy.empty((64, 64), cupy.float32) for _ in range(64)]
-    return way, any(other.data.ptr in homes for other in others)
-"""
-submitted, prompt, borrowed = (student.define(SUBMITTED, name) for name in ("submitted", "prompt", "borrowed"))
 
 
 class Desk:
@@ -1510,43 +1466,7 @@ for _ in range(2):
 for _ in range(2):
     search.serves(search.buffers(int(secret.integers(2, 20))), "eager", "NonZero 的引擎，换了形状。", "uncapturable")
 
-lent_x, lent_y = on_gpu(np.zeros((4, 64), np.float32)), on_gpu(np.zeros((4, 64), np.float32))
-trusted = reference.make_runner(plan)
-trusted.infer(lent_x, lent_y)
-right = reference.define(SUBMITTED, "submitted")(trusted, reference.value("stream"), lent_x, lent_y)
-for source, path in ((plan, "从计划文件载入的引擎。"), (student.load(plan), "已经载入的引擎。")):
-    desk = Desk(source)  # this one is not counted after the capture, in which its request may have failed
-    home = desk.buffers(int(secret.integers(2, 30)))
-    for _ in range(2):
-        desk.serves(home, "graph", path + "同样的形状和缓冲，应当走图。")
-    found = submitted(desk.runner, student.value("stream"), *home)
-    check.that(found == right, why="说是走了图，往 stream 里放的却不是一次图启动：是不是在逐次入队、又录了一遍，或者用了别的流？" + path)
-    desk = Desk(source)
-    home, away = desk.buffers(int(secret.integers(2, 30))), desk.buffers(int(secret.integers(30, 65)))
-    desk.serves(home, "graph", path + "第一个请求。")
-    desk.serves(away, "eager", path + "换了形状和缓冲。", "changed")
-    for pair, way, reason in ((home, "graph", None), (away, "eager", "changed")):
-        for _ in range(3):  # again only if the machine may just have been busy
-            early = prompt(desk.runner, student.value("stream"), *pair)
-            desk.want[way] += 1
-            if reason:
-                desk.want["reasons"][reason] += 1
-            if early:
-                break
-        check.that(early, why="流里别人的工作还没做完，infer 就一直没有返回：它只管提交，不等这一次推理做完，也不等整条流。" + path)
-    desk.serves(home, "graph", path + "流堵过以后再走图。")
-
-desk = Desk(plan)
-way, given_away = borrowed(desk.runner, student.value("stream"))
-check.equal(way, "graph", why="infer 返回的路不对。第一个请求。")
-check.that(not given_away, why="图还在，它的缓冲却没有人留住：调用者一放手，那块显存就给了别人。请让运行器保管捕获时的 x 和 y。")
-
-watched = watch(student.load(plan))
-desk = Desk(watched, use_graph=False)
-for _ in range(2):
-    desk.serves(desk.buffers(int(secret.integers(2, 65))), "eager", "use_graph=False，从不试捕获。", "off", attempts=0)
-check.that("capture" not in list(watched.seen()), why="use_graph=False，却还是去捕获了。")
-
+# On a watched engine first: whoever makes a context for a request waits for the whole GPU, and is to be told what for.
 watched = watch(student.load(plan))
 desk = Desk(watched)
 home = desk.buffers(8)
@@ -1573,6 +1493,113 @@ check.raises("RuntimeError", desk.runner.infer, *desk.buffers(8), why="逐次入
 desk.counts("逐次入队被拒绝的请求没有完成，不应当计数。")
 watched.refuse()
 desk.serves(desk.buffers(8), "eager", "被拒绝过一次以后，照常服务。", "changed")
+
+# What a request leaves in the stream's capture: of which kinds the nodes are, None where the capture was spoilt. What a launch
+# leaves, the reference shows: drivers refuse it, and the capture is spoilt. An enqueue leaves kernels, and work that goes elsewhere
+# nothing. More this does not tell: whatever spoils the capture looks the same, waiting and another capture too.
+SUBMITTED = """
+import contextlib
+import cupy
+import numpy
+from cuda.bindings import runtime
+from launchlab.exam.agent import describe_graph
+spin = cupy.RawKernel(r'''
+extern "C" __global__ void spin(unsigned long long ns) {
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < ns);
+}''', "spin")
+
+def submitted(runner, stream, x, y):
+    graph = None
+    with stream:
+        stream.begin_capture()
+        with contextlib.suppress(Exception):
+            runner.infer(x, y)
+        with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):
+            graph = stream.end_capture()
+    runtime.cudaGetLastError()
+    return None if graph is None else sorted(describe_graph(graph)["kinds"])
+
+def enqueues(runner, x, y):
+    '''How often a request asks TensorRT to enqueue, in whatever context of whatever engine.'''
+    import tensorrt as trt
+    kept, enqueue, calls = vars(trt.IExecutionContext)["execute_async_v3"], trt.IExecutionContext.execute_async_v3, []
+
+    def noted(self, *arguments, **named):
+        calls.append(1)
+        return enqueue(self, *arguments, **named)
+
+    trt.IExecutionContext.execute_async_v3 = noted
+    try:
+        runner.infer(x, y)
+    finally:
+        trt.IExecutionContext.execute_async_v3 = kept
+    return len(calls)
+
+def prompt(runner, stream, x, y):
+    '''Infer on a stream that is held up: did it come back before the stream went on?'''
+    plug = cupy.cuda.Event(disable_timing=True)
+    with stream:
+        spin((1,), (1,), (numpy.uint64(60_000_000),))
+    plug.record(stream)
+    runner.infer(x, y)
+    early = not plug.done
+    stream.synchronize()
+    return early
+
+def borrowed(runner, stream):
+    '''The first request, on buffers that the caller then lets go of: is their memory given to others?'''
+    import gc
+    with stream:
+        x, y = cupy.zeros((64, 64), cupy.float32), cupy.zeros((64, 64), cupy.float32)
+        homes = {x.data.ptr, y.data.ptr}
+        way = runner.infer(x, y)
+        stream.synchronize()
+        del x, y
+        gc.collect()
+        others = [cupy.empty((64, 64), cupy.float32) for _ in range(64)]
+    return way, any(other.data.ptr in homes for other in others)
+"""
+submitted, enqueues, prompt, borrowed = (student.define(SUBMITTED, name) for name in ("submitted", "enqueues", "prompt", "borrowed"))
+lent_x, lent_y = on_gpu(np.zeros((4, 64), np.float32)), on_gpu(np.zeros((4, 64), np.float32))
+trusted = reference.make_runner(plan)
+trusted.infer(lent_x, lent_y)
+right = reference.define(SUBMITTED, "submitted")(trusted, reference.value("stream"), lent_x, lent_y)
+for source, path in ((plan, "从计划文件载入的引擎。"), (student.load(plan), "已经载入的引擎。")):
+    desk = Desk(source)  # this one is not counted after the capture, in which its request may have failed
+    home = desk.buffers(int(secret.integers(2, 30)))
+    for _ in range(2):
+        desk.serves(home, "graph", path + "同样的形状和缓冲，应当走图。")
+    found = submitted(desk.runner, student.value("stream"), *home)
+    check.that(found == right, why="说是走了图，往 stream 里放的却不是一次图启动：是不是在逐次入队，或者用了别的流？" + path)
+    desk = Desk(source)
+    home, away = desk.buffers(int(secret.integers(2, 30))), desk.buffers(int(secret.integers(30, 65)))
+    desk.serves(home, "graph", path + "第一个请求。")
+    desk.serves(away, "eager", path + "换了形状和缓冲。", "changed")
+    check.equal(enqueues(desk.runner, *home), 0, why="说是走了图，却还让 TensorRT 入队：走图的请求只启动一次图。" + path)
+    desk.want["graph"] += 1
+    for pair, way, reason in ((home, "graph", None), (away, "eager", "changed")):
+        for _ in range(3):  # again only if the machine may just have been busy
+            early = prompt(desk.runner, student.value("stream"), *pair)
+            desk.want[way] += 1
+            if reason:
+                desk.want["reasons"][reason] += 1
+            if early:
+                break
+        check.that(early, why="流里别人的工作还没做完，infer 就一直没有返回：它只管提交，不等这一次推理做完，也不等整条流。" + path)
+    desk.serves(home, "graph", path + "流堵过以后再走图。")
+
+desk = Desk(plan)
+way, given_away = borrowed(desk.runner, student.value("stream"))
+check.equal(way, "graph", why="infer 返回的路不对。第一个请求。")
+check.that(not given_away, why="图还在，它的缓冲却没有人留住：调用者一放手，那块显存就给了别人。请让运行器保管捕获时的 x 和 y。")
+
+watched = watch(student.load(plan))
+desk = Desk(watched, use_graph=False)
+for _ in range(2):
+    desk.serves(desk.buffers(int(secret.integers(2, 65))), "eager", "use_graph=False，从不试捕获。", "off", attempts=0)
+check.that("capture" not in list(watched.seen()), why="use_graph=False，却还是去捕获了。")
 
 for refused, reason, why in ((("capture",), "uncapturable", "在这块 GPU 上捕获被拒绝（捕获没有作废，只是返回 False）。"),):
     watched = watch(student.load(plan))
@@ -1923,7 +1950,10 @@ lab.say(
 # 给教师：练习二、三用种下的 `enqueue` 和代替引擎的 `Watched` 制造真引擎上不易重现的失败：捕获完好而返回 `False`（图空，或者录了一半）、
 # 捕获中抛异常、捕获中同步却不看返回码。每次失败之后都检查流和运行时的状态，再做一次正常的捕获并换数据重放。
 # 交出被拒绝的图、只看异常不看 `bool`、只数节点不看 `bool`、键里少一样、沉默的回退、每个请求都重新捕获，各有各的失败原因。
-# 练习三里走图的请求，还在捕获中再做一次：图启动在捕获里留下什么，以参考解答为准，录进了内核就是在逐次入队；堵住流，则看 `infer` 是不是马上返回。
+# 练习三里走图的请求，还在捕获中再做一次：图启动在捕获里留下什么，以参考解答为准（驱动不许往捕获里启动图，整次捕获作废）；
+# 录进了内核就是在逐次入队，什么也没录进就是去了别的流。让捕获作废的不止图启动，所以这一项只认得出这两样。
+# 入队了几次，由套在 `IExecutionContext.execute_async_v3` 外面的一层数，不管是谁的上下文；捕获了几次，由 `Watched` 数；
+# 等没等，由堵住的流看：`infer` 要在流放行之前返回。新建上下文会等整块 GPU，所以先数上下文，再看等没等。
 # 练习四计时的是 `captured` 那张图的定义，由考官自己实例化、自己启动：一半工作在图外、启动得再快，也不算。
 # 练习四两边用同一份计划文件，同样的内核、同样的次序，结果本应一位不差；容差只为防备个别策略用原子加法。
 # 少走一步，每个累加器要差好几个单位，远大于容差。

@@ -1291,25 +1291,30 @@ for _ in range(24):
 kept = [client.let_go() for client in clients]
 check.that(not any(kept), why="请求早做完了，调用者也放手了，缓存却还留着他的缓冲：那块显存谁也用不了。条目里不要存 x、mask、y，键里只要形状和地址这些数。")
 check.equal(sum(counts(cache)) - counts(cache)[3], sum(counts(cache)[:3]), why="没有一次捕获被拒绝，fallbacks 应当是 0。")
-# 6. Evictions give memory back, and wait for the GPU.
-cache, group = student.GraphCache(2), [lent(length) for length in range(60, 64)]
-
-
-def around(times):
+# 6. Evictions let go of the graphs, and wait for the GPU. Who holds a graph is counted, which no neighbour on the GPU disturbs.
+ROUNDS = """
+def rounds(cache, engine, group, times):
+    "Ask twice for each group of buffers, again and again. How many graphs have come and gone, and how many of them does somebody still hold?"
+    import gc, sys, cupy
+    seen = {}
     for _ in range(times):
         for buffers in group:
             for _ in range(2):
-                waiting(cache, plain, 1, *buffers)
-
-
-around(2)
-for _ in range(3):  # a neighbour on the same GPU may move the free memory once, not each time
-    free = reference.free_bytes()
-    around(10)
-    lost = free - reference.free_bytes()
-    if lost < 12 << 20:
-        break
-check.that(lost < 12 << 20, why="淘汰了几十次以后，整块 GPU 的空闲显存少了一大截：被淘汰的上下文和图没有真正放掉。（同一块 GPU 上如果有别的程序在申请显存，请等它安静下来再评。）")
+                cache.run(engine, 1, *buffers)
+            seen.update({id(graph): graph for graph in cache.graphs()})
+    cupy.cuda.runtime.deviceSynchronize()
+    gc.collect()
+    now = {id(graph) for graph in cache.graphs()}
+    gone, nobodys = [seen[key] for key in seen if key not in now], [object()]
+    seen.clear()
+    return len(gone), sum(sys.getrefcount(gone[i]) > sys.getrefcount(nobodys[0]) for i in range(len(gone)))
+"""
+cache, group = student.GraphCache(2), [lent(length) for length in range(60, 64)]
+turned = watched(student.value("engine"), student.value("stream"))
+gone, kept = student.define(ROUNDS, "rounds")(cache, turned, [list(buffers) for buffers in group], 6)
+check.equal(gone, 22, why="四个键轮流来，容量是 2：每个键再来时都早被淘汰，应当重新捕获一张图，旧的不再在 graphs() 里。")
+check.equal(kept, 0, why="被淘汰的图还有人引用，没有真正放掉：它的显存谁也用不了。淘汰一个键，它的上下文和图都要放手。")
+check.equal(len(happened(turned, "new")) - len(happened(turned, "gone")), 2, why="淘汰了几十次以后，活着的执行上下文比缓存里的键多：被淘汰的没有放掉。")
 BUSY = """
 def busy(stream, cache, engine, first, second):
     import cupy
@@ -1609,11 +1614,11 @@ for buckets, budget, captured, why in (
         level = quiet()
         for _ in range(8):
             maker.infer(x, y)
-        grown = level - reference.free_bytes()
-        if grown < 2 * MIB:
+        lost = level - reference.free_bytes()
+        if lost < 2 * MIB:
             break
     check.equal(list(watch.get("enqueues")), enqueues, why="infer 又叫了引擎：配了图的桶，每个请求只启动那张图，不入队，也不再捕获。")
-    check.that(grown < 2 * MIB, why="推理了几次以后，显存越占越多：infer 里不该再申请显存。")
+    check.that(lost < 2 * MIB, why="推理了几次以后，显存越占越多：infer 里不该再申请显存。")
     if captured[-1] < 65536:
         x, y = on_gpu(np.zeros((65536, 64), np.float32)), on_gpu(np.zeros((65536, 64), np.float32))
         y.poison()
@@ -1657,7 +1662,8 @@ for each in makers:
 # - 每个桶一个上下文、一张图，图里是**引擎和 `launch_scatter`**，在 `__init__` 里从大到小捕获；`infer` 里只有一次 `launch_stage` 和一次图启动；
 # - 建的时候，`table` **一个字节也不能变**；
 # - 比最大的桶还长的请求，回退到 `EagerServer`，记在整数属性 `fallbacks` 里；
-# - 一切都在 `stream` 上，不必等 GPU 做完。
+# - 一切都在 `stream` 上，不必等 GPU 做完；
+# - 测试可能把全局的 `engine` 换成假扮的，它把每个调用转给真引擎，顺便数一数：不要检查它的类型。
 #
 # 速度：同一串请求，与 `EagerServer`（逐个换形状、入队的 TensorRT）比端到端时间（从提交到全部做完，最后做一次整个设备的同步），至少快 1.6 倍。
 # 参考实现在这台机器上不到 3.2 倍的话，门槛降到它的加速比的一半，但不低于 1.2。
@@ -1802,11 +1808,72 @@ def tenants(stream, sizes):
     return held
 """
 tenants = student.define(TENANTS, "tenants")
-# What a request puts into the stream: of which kinds the nodes are. One graph launch is one node; waiting is refused.
-SUBMITTED = """
+# Three things together tell that a request is one launch of a graph: a capture refuses it, though it waits for nobody, and the engine is not asked.
+SENT = """
+import cupy
+
+class Context:
+    def __init__(self, watched, real):
+        self.__dict__.update(_watched=watched, _real=real)
+
+    def __getattr__(self, name):
+        return getattr(self._real, name)
+
+    def __setattr__(self, name, value):
+        setattr(self._real, name, value)
+
+    def execute_async_v3(self, stream_handle):
+        self._watched.enqueues += 1
+        return self._real.execute_async_v3(stream_handle)
+
+class Watched:
+    "An engine that counts what its contexts enqueue."
+    def __init__(self, engine):
+        self.engine, self.enqueues = engine, 0
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def create_execution_context(self, *arguments, **more):
+        real = self.engine.create_execution_context(*arguments, **more)
+        return real if real is None else Context(self, real)
+
+def watching(given, kind, table, buckets):
+    "A server made while the notebook's engine is one that counts. Returns both. given: any function of the notebook."
+    names = given.__globals__
+    engine = names["engine"]
+    names["engine"] = watched = Watched(engine)
+    try:
+        return kind(table, buckets), watched
+    finally:
+        names["engine"] = engine
+
+spin = cupy.RawKernel(r'''
+extern "C" __global__ void spin(unsigned long long ns) {
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < ns);
+}
+''', "spin")
+
+def held_up(server, stream, table, x, slots):
+    "Send a request to a stream that is held up. Did infer come back before the stream went on? Had the table changed by then?"
+    plug, before = cupy.cuda.Event(disable_timing=True), table.get()
+    with stream:
+        spin((1,), (1,), (cupy.uint64(1000),))
+        stream.synchronize()
+        spin((1,), (1,), (cupy.uint64(40_000_000),))
+        plug.record(stream)
+    server.infer(x, slots)
+    early = not plug.done
+    changed = bool((table.get() != before).any())
+    ahead = changed and not plug.done
+    cupy.cuda.runtime.deviceSynchronize()
+    return early, ahead
+
 def submitted(server, stream, x, slots):
+    "The kinds of the nodes that a request puts into a capture; None if it is refused, as the launch of a graph is."
     import contextlib
-    import cupy
     from cuda.bindings import runtime
     from launchlab.exam.agent import describe_graph
     failure, graph, refused = cupy.cuda.runtime.CUDARuntimeError, None, False
@@ -1814,7 +1881,7 @@ def submitted(server, stream, x, slots):
         stream.begin_capture()
         try:
             server.infer(x, slots)
-        except failure:
+        except Exception:  # cupy and cuda-bindings have errors of their own
             refused = True
         finally:
             with contextlib.suppress(failure):
@@ -1822,6 +1889,7 @@ def submitted(server, stream, x, slots):
     runtime.cudaGetLastError()
     return None if refused or graph is None else sorted(describe_graph(graph)["kinds"])
 """
+watching, held_up, submitted = (student.define(SENT, name) for name in ("watching", "held_up", "submitted"))
 for order in ([1, 3, 0, 2], [2, 0, 3, 1]):  # a list taken for sorted, one way or the other, or its ends for the extremes, shows in one of them
     buckets = sorted(int(bucket) for bucket in secret.choice(np.arange(20, 300), 4, replace=False))
     start = secret.integers(-8, 8, (1024, 64)).astype(np.float32)
@@ -1845,10 +1913,26 @@ for order in ([1, 3, 0, 2], [2, 0, 3, 1]):  # a list taken for sorted, one way o
     for bucket in buckets:
         request = made(bucket - int(secret.integers(0, 8)))
         mine, theirs = lend_all([request, request])
-        put = student.define(SUBMITTED, "submitted")(server, student.value("stream"), *mine)
-        due = reference.define(SUBMITTED, "submitted")(trusted, reference.value("stream"), *theirs)
-        check.that(put == due, why="有桶装得下的请求，infer 应当只往 stream 里放一次 launch_stage 和一次图启动。你的 infer 放进去的不是这样：是不是又逐个入队、捕获了，多了拷贝，用了别的流，或者等了 GPU？")
+        put = submitted(server, student.value("stream"), *mine)
+        due = reference.define(SENT, "submitted")(trusted, reference.value("stream"), *theirs)
+        check.that(put == due, why="有桶装得下的请求，infer 应当只往 stream 里放一次 launch_stage 和一次图启动。你的 infer 放进去的不是这样：是不是又逐个入队了，或者多了拷贝？")
     check.equal(book_of_slots, start, why="有工作没有放进 stream，自己先执行了。")
+    another, counted = watching(student.value("prepare"), student.value("PaddedServer"), book_of_slots, [buckets[i] for i in order])
+    requests = [made(bucket) for bucket in buckets]
+    sending(another, lend_all(requests))
+    start = settled(start, requests)
+    enqueues = counted.get("enqueues")
+    for bucket in buckets:
+        for _ in range(3):  # again only if the machine may just have been busy
+            request = made(bucket - int(secret.integers(0, 8)))
+            early, ahead = held_up(another, student.value("stream"), book_of_slots, *lend_all([request])[0])
+            start = settled(start, [request])
+            check.equal(book_of_slots, start, why="stream 里还堵着别的工作时来了请求，table 不对：一切都要排在 stream 里。")
+            if early:
+                break
+        check.that(early, why="stream 里堵着别的工作，infer 就一直没有返回：它等了 GPU。图的启动和 launch_stage 都不必等。")
+        check.that(not ahead, why="stream 还堵着，table 就已经变了：图没有放在 stream 上启动。")
+    check.equal(counted.get("enqueues"), enqueues, why="有桶装得下的请求，infer 又叫了引擎：引擎只应当在 __init__ 里预热、捕获，以后只启动图，不入队，也不重新捕获。")
     check.equal(server.get("fallbacks"), beyond, why="fallbacks 的次数不对：比最大的桶还长的请求，每个记一次；别的都不该回退。最大的桶不一定在 buckets 的末尾。")
     for other in others:
         check.equal(other, np.full(other.numpy().shape, 0x5A5A5A5A, np.int32), why="重放写坏了别人的数组：固定缓冲已经被回收，图还在往老地址写。请让 PaddedServer 留住它们。")
@@ -1954,9 +2038,10 @@ lab.say(
 # %% [markdown] tags=["instructor"]
 # 给教师：练习二的隐藏测试用一个转发的“引擎”记下每次入队（在不在捕获里、哪个 Profile、多长）和上下文的生灭，与一个模型逐条比较；
 # 捕获的张数因此不靠学习者自己的计数。`graphs()` 交出的图由考官按定义重新实例化、启动、核对。
-# 练习三的显存由参考进程向驱动量（整块 GPU），所以不能靠账本过关；考试的时候别让别的程序在同一块 GPU 上大进大出。
+# 淘汰了的图有没有放掉，看的是还有没有人引用它，与同一块 GPU 上的邻居无关。练习三的显存由参考进程向驱动量（整块 GPU），所以不能靠账本过关；考试的时候别让别的程序在同一块 GPU 上大进大出。
 # 每个预算离临界都有 1 MiB 以上。练习四的状态是整数，填充的行一写错槽位，`table` 就对不上。
-# 练习三的 `infer` 不许再叫引擎；练习四在捕获中做一个请求，进图的应当和参考实现一样：一个内核、一张子图。没有图的写法，结果再对也不得分。
+# 练习三的 `infer` 不许再叫引擎。练习四从三面看 `infer` 是不是一次图启动：在捕获中做一个请求，应当和参考实现一样被拒绝（捕获里不能启动图）；
+# 堵住 `stream`，它照样立即返回，`table` 也不会抢先变；建的时候全局的 `engine` 换成会数的假扮者，以后不再有入队。没有图的写法，结果再对也不得分。
 # 这两道题的隐藏测试里，`buckets` 的次序是挑过的：照给的次序看、把末尾的当成最大的，都会露馅。
 
 # %% [markdown]

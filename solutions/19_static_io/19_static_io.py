@@ -1200,7 +1200,7 @@ ax.set_xticks(range(len(names)), names)
 ax.set_xlabel("图片")
 ax.set_ylabel("图省下的份额（%）")
 ax.set_title(f"图什么时候不再重要（记录自 {recorded['gpu']}）")
-ax.legend(loc="lower left")
+fig.legend(*ax.get_legend_handles_labels(), loc="upper center", bbox_to_anchor=(0.5, 0.02), ncols=2)
 plt.show()
 where = {label: stops_at(shares, 0.1) for label, shares in lines.items()}
 lab.say("以 10% 为门槛：" + "；".join(f"{label}，{'从 ' + names[i] + ' 起图不再重要' if i < len(names) else '图一直重要'}" for label, i in where.items()) + "。", measured=False)
@@ -1222,7 +1222,7 @@ lab.say("以 10% 为门槛：" + "；".join(f"{label}，{'从 ' + names[i] + ' �
 #
 # `execute_async_v3` 返回 `False` 时，不管是预热还是捕获，都要抛出 `RuntimeError`，而且 `stream` 不能停在捕获状态。
 #
-# `submit(request, batch)`：把 `batch` 写进收件箱，启动图（拷贝和推理都在图里，不再逐个提交），记录 `request.done`，**不等这一次做完就返回**。
+# `submit(request, batch)`：把 `batch` 写进收件箱，启动 `request.captured` 这张图（拷贝和推理都在图里，不再逐个提交），记录 `request.done`，**不等这一次做完就返回**。
 # 它只等一件事：**这个 `request` 自己的**上一次重放（它可能还要读收件箱）。流里别人的工作再长，也不等。
 #
 # `collect(request)`：等最近一次 `submit` 做完，返回结果。以后再 `submit`，已经交出去的结果不能跟着变。
@@ -1307,7 +1307,7 @@ def collect(request):
 
 # %% test="make_request" kind="structure" points=4 tags=["gpu"]
 PLANTED = """
-import contextlib, gc, weakref
+import gc, weakref
 import cupy, numpy
 from cuda.bindings import runtime
 spin = cupy.RawKernel(r'''
@@ -1361,23 +1361,6 @@ def beside(stream, submit, collect, request, other, batch, others_batch):
     early = not plug.done
     return early, collect(request), collect(other)
 
-def submitted(stream, submit, request, batch):
-    "How many nodes a submit puts into the stream: one graph launch is one. None if it cannot be captured. The request is done for."
-    failure, graph, refused = cupy.cuda.runtime.CUDARuntimeError, None, False
-    with stream:
-        stream.begin_capture()
-        try:
-            submit(request, batch)
-        except failure:
-            refused = True
-        finally:
-            with contextlib.suppress(failure):
-                graph = stream.end_capture()
-    runtime.cudaGetLastError()
-    if refused or graph is None:
-        return None
-    return int(runtime.cudaGraphGetNodes(runtime.cudaGraph_t(int(graph.graph)), 0)[-1])
-
 class Lent:
     "A context, every call passed on to the real one."
     def __init__(self, context):
@@ -1423,7 +1406,7 @@ def spoilt(arrays):
 def capturing(stream):
     return bool(stream.is_capturing())
 """
-planted = {name: student.define(PLANTED, name) for name in ("pinned", "late", "twice", "beside", "submitted", "keeps_context", "Refusing", "tenants", "spoilt", "capturing")}
+planted = {name: student.define(PLANTED, name) for name in ("pinned", "late", "twice", "beside", "plugged", "keeps_context", "Refusing", "tenants", "spoilt", "capturing")}
 ours = [student.value(name) for name in ("stream", "submit", "collect")]
 plan = reference.make_plan()
 context = student.load_context(plan, 64)
@@ -1478,11 +1461,52 @@ again = student.make_request(student.load_context(plan, 16))
 batch = secret.integers(-8, 9, (16, 192)).astype(np.float32)
 student.submit(again, batch)
 check.equal(student.collect(again), reference.expected(batch), why="被拒绝过一次以后，再做一个新的请求，结果不对。")
-trusted = reference.make_request(reference.load_context(plan, 16))
-theirs = reference.define(PLANTED, "submitted")(reference.value("stream"), reference.value("submit"), trusted, batch)
-if theirs is not None:
-    put = planted["submitted"](*ours[:2], again, batch)
-    check.that(put == theirs, why="submit 应当只往 stream 里放一次图启动。你的 submit 放进去的不是这样：是不是又逐个拷贝、入队了，用了别的流，或者等了流里别人的工作？")
+# Whose work is it? With a copy of the graph switched off, the right answer must not arrive: nobody else may do the copy.
+SWITCHED = """
+import time
+from cuda.bindings import runtime
+
+def checked(result):
+    if int(result[0]):
+        raise RuntimeError(result[0].name)
+    return result[1:]
+
+def without(submit, collect, request, number, batch):
+    "What is collected of a submit during which a memcpy node of request.captured, one of two, is switched off."
+    graph = runtime.cudaGraph_t(int(request.captured.graph))
+    executable = runtime.cudaGraphExec_t(int(request.captured.graphExec))
+    count = checked(runtime.cudaGraphGetNodes(graph, 0))[-1]
+    nodes = list(checked(runtime.cudaGraphGetNodes(graph, count))[0])[:count]
+    copies = [node for node in nodes if checked(runtime.cudaGraphNodeGetType(node))[0] == runtime.cudaGraphNodeType.cudaGraphNodeTypeMemcpy]
+    request.outbox.fill(77)
+    checked(runtime.cudaGraphNodeSetEnabled(executable, copies[number], 0))
+    try:
+        submit(request, batch)
+        return collect(request)
+    finally:
+        checked(runtime.cudaGraphNodeSetEnabled(executable, copies[number], 1))
+
+def ahead(plugged, stream, submit, collect, request, batch):
+    "The outbox some time after a submit to a stream that is held up; was it still held up then?"
+    plug = plugged(stream)
+    submit(request, batch)
+    time.sleep(0.01)
+    outbox = request.outbox.copy()
+    held = not plug.done
+    collect(request)
+    return outbox, held
+"""
+without, ahead = (student.define(SWITCHED, name) for name in ("without", "ahead"))
+check.nodes(again.get("captured"), kernels=(1, None), memcpys=2, why="换了大小，图里应当仍有推理的内核，和拷入、拷出两个拷贝节点。")
+for number in range(2):
+    batch = secret.integers(-8, 9, (16, 192)).astype(np.float32)
+    got = without(*ours[1:], again, number, batch)
+    check.that(not np.array_equal(got, reference.expected(batch)), why="把 request.captured 里的一个拷贝节点关掉，这一次的结果照样到了：做事的不是这张图。submit 是不是又逐个拷贝、入队了，或者启动的是另一张图？它应当只启动 request.captured 一次。")
+batch = secret.integers(-8, 9, (16, 192)).astype(np.float32)
+outbox, held = ahead(planted["plugged"], *ours, again, batch)
+check.that(not held or not np.array_equal(outbox, reference.expected(batch)), why="stream 还堵着，这一次的结果却已经到了：图没有放在 stream 上启动。")
+student.submit(again, batch := secret.integers(-8, 9, (16, 192)).astype(np.float32))
+check.equal(student.collect(again), reference.expected(batch), why="连着做了几个请求以后，结果不对。")
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -1727,7 +1751,10 @@ lab.say(f"最后一个结果到达：排队 **{ends[0]:.0f} µs**，重叠 **{en
 stages = None
 
 # %% [markdown] tags=["instructor"]
-# 给教师：练习三的五个可见情形各塞住一步，每个只可能由一种缺失的事件引起：先考“返回太早”，再考两种“写完才能读”（两个请求，不重用缓冲），
+# 给教师：练习二怎样知道做事的是那张图：隐藏测试把 `request.captured` 里的拷贝节点一个一个地关掉，各做一个请求，对的结果不该再到；
+# 再堵住 `stream` 做一个，结果不该抢先到。用哪个 API 启动图都可以。
+#
+# 练习三的五个可见情形各塞住一步，每个只可能由一种缺失的事件引起：先考“返回太早”，再考两种“写完才能读”（两个请求，不重用缓冲），
 # 最后考两种“读完才能再写”（三个请求）。塞子有 40 ms，远长于 CPU 提交全部工作的时间，所以缺事件必然出错，不会碰巧对。
 # 每一步在哪条流上、第一步堵着的时候后面的是不是都提交了，也都看：全放在一条流里、步步同步的写法，结果再对也不得分。计时中上一遍的结果就是下一遍的输入，漏拷一次，状态就错。
 

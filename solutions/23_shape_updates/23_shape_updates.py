@@ -1131,7 +1131,7 @@ if not missing:
         results["WHILE"].append(timed(partial(replay, euclid_exec), f))
     fig, ax = plt.subplots()
     for name, each in results.items():
-        ax.plot([n for _, n in each], [us for us, _ in each], "o-", label=name)
+        ax.plot([n for _, n in each], [us for us, _ in each], label=name)
     ax.set_xlabel("轮数")
     ax.set_ylabel("端到端（µs）")
     ax.set_title(f"一次启动做到好（{lab.gpu_name()}）")
@@ -1764,10 +1764,10 @@ several(lambda: np.repeat(secret.integers(300, 5000, 12), secret.integers(1, 9, 
 several(lambda: secret.choice([600, 700, 1500, 3000, 3500], 60), lambda: secret.integers(2, 5), "形状比放得下的图多的流量里，")
 several(lambda: np.resize([600, 700, 800], 30), lambda: 2, "轮流出现、正好放不下的流量里（淘汰的应当是最久没有用过的），")
 several(lambda: np.repeat(secret.integers(300, 5000, 3), 20), lambda: 1, "只放得下一张图的流量里，")
-cost = reference.value("COST")["us"]
+recorded_us = reference.value("COST")["us"]
 streams = list(reference.value("TRAFFIC").values())
-answers = [student.choose(keys, cost, 4)[0] for keys in streams]
-check.equal(answers, [right(keys, cost, 4)[0] for keys in streams], why="TRAFFIC 的四种流量里有选错的。")
+answers = [student.choose(keys, recorded_us, 4)[0] for keys in streams]
+check.equal(answers, [right(keys, recorded_us, 4)[0] for keys in streams], why="TRAFFIC 的四种流量里有选错的。")
 tie = {"eager": 1300.0, "replay": 100.0, "capture": 900.0, "instantiate": 300.0, "update": 40.0}
 check.equal(student.choose([700], tie, 4)[0], "eager", why="五种办法一样贵的时候，应当取表里靠前的。")
 check.equal(student.choose([600, 1500, 3500], {**tie, "eager": 2000.0}, 4)[0], "rebuild", why="最便宜的有两种的时候，应当取表里靠前的。")

@@ -1221,7 +1221,7 @@ def judge_parts(layout, odd, replays, why):
     return got
 
 
-judge_parts([[150], [300], [80]], 1, 7, "三段的时间和它们真正的长度对不上。单位是 µs 吗？第一次去掉了吗？每次重放都等做完再读吗？")
+parts_seen = judge_parts([[150], [300], [80]], 1, 7, "三段的时间和它们真正的长度对不上。单位是 µs 吗？第一次去掉了吗？每次重放都等做完再读吗？")
 ### BEGIN HIDDEN TESTS
 for _ in range(2):
     layout = [[int(us) for us in secret.integers(60, 260, int(secret.integers(1, 4)))] for _ in range(int(secret.integers(2, 6)))]
@@ -1437,7 +1437,7 @@ def judge_mended(fresh, times, why):
     return lent, mended
 
 
-judge_mended(np.arange(1001, dtype=np.uint32), 1, "重放一次，结果和原来的流水线不同：换掉的是最慢的那个阶段吗？（测试里，原来的那个内核已经用不得了。）新的写法算的是同一件事吗？")
+mended_seen = judge_mended(np.arange(1001, dtype=np.uint32), 1, "重放一次，结果和原来的流水线不同：换掉的是最慢的那个阶段吗？（测试里，原来的那个内核已经用不得了。）新的写法算的是同一件事吗？")
 ### BEGIN HIDDEN TESTS
 for n in (2, 31, 257, int(secret.integers(1000, 5000)), int(secret.integers(40_000, 90_000))):
     fresh = secret.integers(0, 2**32, n + 1, dtype=np.uint32)

@@ -940,7 +940,7 @@ def asked(server, lengths, why, ms=0, spoilt=()):
 rig = student.define(kit, "Watched")(student.load(reference.make_plan("wide")), lanes_here)
 server = student.FixedPadding(rig, 64)
 asked(server, [60], "60 行的请求不对。")
-asked(server, [20], "60 行之后来了 20 行，不对。第 20 行往后还留着什么？x 和 mask 各应当写什么？")
+took = asked(server, [20], "60 行之后来了 20 行，不对。第 20 行往后还留着什么？x 和 mask 各应当写什么？")
 ### BEGIN HIDDEN TESTS
 rows = int(secret.integers(70, 200))
 rig = student.define(kit, "Watched")(student.load(reference.make_plan("wide")), lanes_here)
@@ -1545,7 +1545,7 @@ def asked(server, delays, why, ms=0, n=40):
 
 server = student.FixedEvent(student.load(reference.make_plan("wide")), 40)
 asked(server, [0], "一个请求，数据马上就到，结果不对。")
-asked(server, [40, 40], "数据慢了 40 毫秒，结果不对：图读到的是旧的 x。stream 要等数据写完的事件。")
+took = asked(server, [40, 40], "数据慢了 40 毫秒，结果不对：图读到的是旧的 x。stream 要等数据写完的事件。")
 ### BEGIN HIDDEN TESTS
 for _ in range(2):
     asked(server, [0, 0, 0], "stream 正忙的时候一口气来了三个请求，结果不对：后一个请求的数据盖掉了前一个还没读的 x。写之前也要等上一次读完。", ms=40)
@@ -1671,7 +1671,7 @@ def worked(shift, order, lengths, why, ms=0):
 rig, on, shift = opened(2)
 worked(shift, [0, 0, 1, 1], [20, 30], "两个请求先后做，就已经不对。")
 worked(shift, [0, 1, 0, 1], [20, 30], "两个差不多长的请求交错着来，先来的那个不对：它的形状和地址被后来的改掉了。")
-worked(shift, [0, 1, 1, 0], [300, 200], "两个长请求交错着来，有一个不对。")
+took = worked(shift, [0, 1, 1, 0], [300, 200], "两个长请求交错着来，有一个不对。")
 ### BEGIN HIDDEN TESTS
 used = {}
 rig, on, shift = opened(3)

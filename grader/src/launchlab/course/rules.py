@@ -7,6 +7,7 @@ import re
 import symtable
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from nbformat import NotebookNode
@@ -32,7 +33,7 @@ class Exercise:
 
 def problems(nb: NotebookNode, points: float) -> list[str]:
     """All that is wrong with a parsed chapter worth ``points``, in Chinese; empty when nothing is."""
-    rules = (_names, _exercises, _hidden_tests, _demo_names, _headings)
+    rules = (_names, _exercises, _hidden_tests, _demo_names, _overwritten, _headings)
     return [problem for rule in rules for problem in rule(nb)] + list(_points(nb, points))
 
 
@@ -115,6 +116,18 @@ def _demo_names(nb: NotebookNode) -> Iterator[str]:
         if "demo" not in tags(cell):
             for name in sorted(names[number].used & (demo - given)):
                 yield f"{label(cell, number)}：用到的 {name} 只在演示单元（demo）里定义，考试时不会运行那些单元"
+
+
+def _overwritten(nb: NotebookNode) -> Iterator[str]:
+    """In the learner's notebook a test cell shares its names with all others: after it, their functions are to be there still."""
+    code = [(number, cell) for number, cell in enumerate(nb.cells, 1) if cell.cell_type == "code"]
+    with suppress(SyntaxError):  # told by `_demo_names`
+        definitions = (node for _, cell in code if not is_grade(cell) for node in ast.parse(cell.source).body)
+        functions = {node.name for node in definitions if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+        for number, cell in code:
+            if is_grade(cell):
+                for name in sorted(_Names(cell.source).defined & functions):
+                    yield f"{label(cell, number)}：{name} 是笔记本里的函数或类，测试单元里换个名字：在学生的笔记本里，测试会把它盖掉"
 
 
 class _Names:

@@ -67,12 +67,14 @@ def alone_on(gpu: str) -> Iterator[None]:
 class Check:
     """``check`` in a test cell. ``announce`` is called with a line (Chinese) for each check passed.
 
-    ``alone``: entered while something is timed, to have the GPU to oneself.
+    ``alone``: entered while something is timed, to have the GPU to oneself. ``ratio``: the median of the ratios that were
+    measured last; no method returns it, as a notebook shows what the last line of a cell returns.
     """
 
     def __init__(self, secret: np.random.Generator, announce: Callable[[str], None] | None = None,
                  alone: Callable[[], AbstractContextManager] = nullcontext):
         self.records: list[dict] = []
+        self.ratio: float | None = None
         self._open = announce is not None
         self._unsettled: list[tuple[dict, Any, Any]] = []
         self._secret, self._announce, self._alone = secret, announce or (lambda _: None), alone
@@ -151,7 +153,7 @@ class Check:
 
     def speedup(self, work: Any, *, over: Any, best: Any, state: tuple[Buffer, Buffer], at_least: float,
                 why: str = "", ceiling: float | None = judge.TOO_FAST, draw: Callable[[], np.ndarray] | None = None,
-                rel: float = 0.0, abs: float = 0.0) -> float:
+                rel: float = 0.0, abs: float = 0.0) -> None:
         """``work`` must be faster than ``over`` by a ratio, end to end. See `launchlab.exam.timing`.
 
         ``work``, ``over``, ``best``: handles, functions or partials of functions; ``work`` is
@@ -164,7 +166,7 @@ class Check:
         states may lie apart, value by value (see `equal`); 0: not at all.
         ``over`` and ``best`` run once more when the test cell is over (see `settle`): what they
         need must outlive it.
-        Returns the median of the measured ratios.
+        ``ratio`` is the median of the measured ratios afterwards.
         """
         with self._alone():
             record = timing.measure(over, work, best, state, at_least, self._secret, ceiling, draw, (rel, abs))
@@ -172,27 +174,25 @@ class Check:
         if record["states_differ"]:
             raise CheckFailed("计时的时候，重放之后的数据和应有的不一样：有几次运行没有真正做完全部的工作。请确认每次重放都在同一块缓冲上推进状态，没有缓存旧结果，也没有漏掉同步。")
         ratios, result = judge.measured(record)
-        median = statistics.median(ratios["candidate"])
-        self._announce(_passed_on(result, median, why, f"测了 {len(record['attempts'])} 轮，噪声仍然太大"))
+        self.ratio = statistics.median(ratios["candidate"])
+        self._announce(_passed_on(result, self.ratio, why, f"测了 {len(record['attempts'])} 轮，噪声仍然太大"))
         self._unsettled.append((record, over, best))
         if self._open:
             self.settle()
-        return median
 
-    def faster(self, seconds: Mapping[str, Sequence[float]], *, at_least: float, why: str = "") -> float:
+    def faster(self, seconds: Mapping[str, Sequence[float]], *, at_least: float, why: str = "") -> None:
         """What the examiner timed itself, a few times each: "candidate" must be faster than "baseline" by a ratio.
 
         ``seconds``: of "baseline", "candidate" and "best" (the reference's own solution), each a list, three or more, of
         which those at one place were measured one right after the other. For work of milliseconds and more, where what
-        asking costs does not count; all else is `speedup`'s. ``at_least`` as there. Returns the median of the ratios.
+        asking costs does not count; all else is `speedup`'s. ``at_least`` and ``ratio`` as there.
         """
         kept = {name: [float(value) for value in values] for name, values in seconds.items()}
         record = {"check": "faster", "at_least": at_least, "seconds": kept}
         ratios, result = judge.measured(record)
         self.records.append(record)
-        median = statistics.median(ratios["candidate"])
-        self._announce(_passed_on(result, median, why, f"{len(kept['best'])} 次有快有慢，差得太多"))
-        return median
+        self.ratio = statistics.median(ratios["candidate"])
+        self._announce(_passed_on(result, self.ratio, why, f"{len(kept['best'])} 次有快有慢，差得太多"))
 
     def settle(self) -> None:
         """Measure the trusted sides of each speed-up once more. To be called when the learner's process has ended."""

@@ -8,6 +8,9 @@ from .dot import Node, parse
 from .plotting import FAMILIES, add_font
 
 MOST_NODES = 40
+COLUMN, ROW = 1.3, 0.75  # of a drawing with a figure of its own, inches
+HALF_BOX = 0.32, 0.23  # with some air around it, inches
+BENDS = 0, 0.2, -0.2, 0.35, -0.35, 0.5, -0.5  # how far an arrow bows, as a part of its length: the first that meets no box
 # Kind: word in the picture, fill, shape of the box. Text and shape tell kinds apart without colour.
 LOOKS = {
     "kernel": ("内核", "#cfe3f3", "round,pad=0.35"),
@@ -50,7 +53,7 @@ def draw_graph(
     if ax is None:
         from matplotlib import pyplot as plt
 
-        _, ax = plt.subplots(figsize=(1.0 + 1.3 * min(columns, 9), 0.9 + 0.75 * rows))
+        _, ax = plt.subplots(figsize=(1.0 + COLUMN * min(columns, 9), 0.9 + ROW * rows))
     _draw(ax, nodes, edges, places)
     ax.set_xlim(-0.6, columns - 0.4)
     ax.set_ylim(rows - 0.4, -0.6)
@@ -110,9 +113,24 @@ def _draw(ax, nodes, edges, places) -> None:
                 "patchB": boxes[head].get_bbox_patch(),
                 "shrinkA": 0,
                 "shrinkB": 0,
+                "connectionstyle": f"arc3,rad={_bend(places, tail, head)}",
             },
             zorder=3,  # after the boxes: before, their outlines stand where an earlier draw, or one of another size, left them
         )
+
+
+def _bend(places: Mapping[str, tuple[int, float]], tail: str, head: str) -> float:
+    """How far an arrow bows, so as not to run through the box of another node: the ``rad`` of matplotlib's arc3."""
+    at = {name: (COLUMN * layer, -ROW * row) for name, (layer, row) in places.items()}
+    (x, y), (to_x, to_y) = at.pop(tail), at.pop(head)
+    for bend in BENDS:
+        # arc3: a quadratic Bézier curve, whose control point lies beside the middle.
+        middle_x, middle_y = (x + to_x) / 2 + bend * (to_y - y), (y + to_y) / 2 - bend * (to_x - x)
+        weights = [((1 - part) ** 2, 2 * part * (1 - part), part**2) for part in (step / 40 for step in range(41))]
+        curve = [(a * x + b * middle_x + c * to_x, a * y + b * middle_y + c * to_y) for a, b, c in weights]
+        if not any(abs(px - bx) < HALF_BOX[0] and abs(py - by) < HALF_BOX[1] for px, py in curve for bx, by in at.values()):
+            return bend
+    return 0
 
 
 def _shortened(name: str, most: int = 12) -> str:
