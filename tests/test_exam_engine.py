@@ -239,6 +239,51 @@ class BurdensOthers(Student):
         return value
 
 
+class Lent:
+    """Memory that the examiner reaches whatever the party does: ``bytes``, and what the party still has to put into them."""
+
+    def __init__(self):
+        self.bytes, self.coming = b"", []
+
+    def write(self, data):
+        self.bytes = data.tobytes()
+
+    def read(self, out):
+        out[...] = np.frombuffer(self.bytes, out.dtype).reshape(out.shape)
+        return out
+
+
+class Enqueues(Party):
+    """Its GPU is busy: what it was asked for is done when somebody waits for it, and not before."""
+
+    def __init__(self):
+        super().__init__()
+        self.lent = Lent()
+
+    def lend(self, buffer):
+        buffer.block = self.lent
+        return 1
+
+    def exchange(self, request, blobs, seconds):
+        if request["op"] == "settle":
+            for value in self.lent.coming:
+                self.lent.write(value)
+            self.lent.coming.clear()
+        return wire.encode(None, [], None), []
+
+
+def test_lent_memory_is_read_and_written_once_the_partys_work_is_done():
+    """A right answer comes back before its work is done; on a GPU that others use the examiner's copy would overtake it."""
+    party, buffer = Enqueues(), Buffer(np.zeros(4, np.uint32))
+    buffer.bind(party)
+    party.lent.coming.append(np.full(4, 7, np.uint32))
+    assert buffer.read(at_rest=True).tolist() == [0] * 4  # control: it is not done by itself
+    assert buffer.read().tolist() == [7] * 4
+    party.lent.coming.append(np.full(4, 8, np.uint32))
+    buffer.poison()
+    assert buffer.read().view(np.uint8).tolist() == [0xA5] * 16, "what was enqueued before wrote over what the examiner wrote after"
+
+
 def exam(monkeypatch, student_type: type, per_run: float, best: float = 2.5e-4, baseline: float = 1.3e-3) -> tuple[Check, str]:
     """Run ``check.speedup`` on such parties; the check, and its verdict."""
     world = World(monkeypatch)

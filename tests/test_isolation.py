@@ -280,7 +280,7 @@ def test_memory_lent_to_a_students_process_is_lent_to_nobody_else(monkeypatch, t
     lent = []
     for size in (5, 6, 3 << 20):
         buffer = Buffer(np.zeros(size, np.uint8))
-        buffer.write = lambda data: data
+        buffer.write = lambda data, at_rest: data
         buffer.bind(party)
         lent.append(buffer.block)
         party.used = True

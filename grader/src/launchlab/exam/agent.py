@@ -8,6 +8,7 @@ for the honest learner: it keeps its own names, and it never leaves an error una
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import linecache
@@ -145,7 +146,13 @@ class Agent:
         self._buffers[buffer] = cupy.ndarray(tuple(shape), np.dtype(dtype), memory)
         return True
 
+    def _op_settle(self) -> None:
+        """Wait for all that this process has enqueued. What the device says against that, the probe tells at the end."""
+        with contextlib.suppress(Exception):
+            synchronize()
+
     def _op_write(self, buffer: Any, data: np.ndarray) -> None:
+        synchronize()
         buffer.set(data)
         synchronize()
 

@@ -87,27 +87,40 @@ class Buffer:
         if self.party is None:
             self.id = party.lend(self)
             self.party = party
-            self.write(self._initial)
+            self.write(self._initial, at_rest=True)
         return self.id
 
-    def write(self, array: np.ndarray) -> np.ndarray:
-        """Replace the contents, in place and complete on return; returns what was written."""
+    def write(self, array: np.ndarray, *, at_rest: bool = False) -> np.ndarray:
+        """Replace the contents, in place and complete on return, once the party's GPU has come to rest; returns what was written.
+
+        ``at_rest``: it is known to have, and is not asked to wait.
+        """
         data = np.ascontiguousarray(array, self.dtype).reshape(self.shape)
         if self.party is None:
             self._initial = data.copy()
         elif self.block is not None:
+            self._settle(at_rest)
             self.block.write(data)
         else:
             self.party.ask("write", buffer=self, data=data)
         return data
 
-    def read(self) -> np.ndarray:
-        """The contents now, shape and dtype as made. With IPC this waits for nobody."""
+    def read(self, *, at_rest: bool = False) -> np.ndarray:
+        """The contents once the party's GPU has come to rest, shape and dtype as made. ``at_rest``: as for `write`."""
         if self.party is None:
             return self._initial.copy()
         if self.block is not None:
+            self._settle(at_rest)
             return self.block.read(np.empty(self.shape, self.dtype))
         return self.shaped(self.party.ask("read", buffer=self))
+
+    def _settle(self, at_rest: bool) -> None:
+        """Let what the party has enqueued end first: a right answer may come back long before its work is done.
+
+        On a GPU that others use, the examiner's copy would else overtake it. A party that says so too early spoils its own result.
+        """
+        if not at_rest:
+            self.party.ask("settle")
 
     def poison(self) -> None:
         """Fill with bytes 0xA5, so that an output never written cannot look right."""

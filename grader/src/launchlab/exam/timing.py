@@ -91,9 +91,9 @@ class Lane:
         elif staged:
             self.bytes = state.shaped(repeat(self.work, runs, state=state, start=start)).tobytes()
         else:
-            state.write(start)
+            state.write(start, at_rest=True)  # `repeat` waits: each sample ends, and so begins, at rest
             repeat(self.work, runs)
-            self.bytes = state.read().tobytes()
+            self.bytes = state.read(at_rest=True).tobytes()
         return [runs, time.perf_counter() - begin]
 
     def calibrate(self) -> int:
