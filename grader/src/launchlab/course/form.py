@@ -77,11 +77,13 @@ def recorded_flaws(nb: NotebookNode) -> list[Flaw]:
         for output in cell.get("outputs", []):
             where, data = label(cell, number), output.get("data", {})
             said = data.get("text/markdown", "")
-            found += _tables(where, said)
+            found += [*_tables(where, said), *_emphasis(where, said)]
             if re.search(r"^#{1,6}\s", said, re.MULTILINE):
                 found.append(Flaw("heading", where, "输出里有标题，目录和标题的层次会乱"))
             if "missing from" in output.get("text", "") and "Glyph" in output.get("text", ""):
                 found.append(Flaw("glyph", where, "matplotlib 说字体里缺字"))
+            elif output.get("name") == "stderr" and "Warning:" in output.text:
+                found.append(Flaw("warning", where, "输出里留着一条警告，还带着录制那台机器上的路径：改掉起因，重新录制"))
             if "image/png" in data and not _opaque_and_light(base64.b64decode(data["image/png"])):
                 found.append(Flaw("theme", where, "图的底不是不透明的浅色，在深色主题下看不清"))
     return _once(found)
@@ -123,12 +125,29 @@ def _prose(where: str, text: str) -> Iterator[Flaw]:
         yield Flaw("inline style", where, "文字里写了样式，另一种主题下可能看不清")
     yield from _tables(where, plain)
     yield from _colours(where, plain)
+    yield from _emphasis(where, text)
 
 
 def _tables(where: str, text: str) -> Iterator[Flaw]:
     for header in TABLE.findall(text):
         if not all(cell.strip() for cell in header.replace(r"\|", "").split("|")):
             yield Flaw("table", where, f"表头有空格子：|{header.strip()}|")
+
+
+def _emphasis(where: str, text: str) -> Iterator[Flaw]:
+    """Asterisks that CommonMark shows as they are: between punctuation and a Chinese character ** neither opens nor closes."""
+    for block in _markdown().parse(text):
+        for part in block.children or ():
+            if part.type == "text" and "**" in part.content:
+                around = part.content[max(0, part.content.index("**") - 8) :][:20]
+                yield Flaw("emphasis", where, f"这里的 ** 不成对，会原样显示：…{around}…；标点、引号放到 ** 外面")
+
+
+@cache
+def _markdown():
+    from markdown_it import MarkdownIt
+
+    return MarkdownIt("commonmark").enable("table")
 
 
 def _colours(where: str, text: str) -> Iterator[Flaw]:
