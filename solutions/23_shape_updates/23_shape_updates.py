@@ -1778,6 +1778,7 @@ check.equal(student.choose([600, 1500, 3500], {**tie, "eager": 2000.0}, 4)[0], "
 
 # %% [markdown]
 # 用你的 `choose` 看看四种流量，只留得下 4 张可执行图。再把 `room` 改成 100，答案变了几个？
+# “个个都是新的”那一行，`update` 和 `library` 的账一模一样，`rebuild` 和 `per_shape` 也是：没有哪个形状来第二次，留着什么都用不上。
 
 # %% tags=["demo"]
 rows = []
