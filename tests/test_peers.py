@@ -121,7 +121,7 @@ def test_memory_that_nobody_told_is_no_number(made):
 def test_the_verdict_tells_where_the_course_is_behind(made):
     assert "落后" not in report.verdict(made, "rec")
     behind = report.verdict(made, "bert")
-    assert "p50 领先" in behind and "p99 落后于 torch.cuda.graph，每个形状一张图，是它的 1.50 倍" in behind
+    assert "p50 领先" in behind and "p99 落后于「torch.cuda.graph，每个形状一张图」，是它的 1.50 倍" in behind
 
 
 def test_a_report_is_read_as_it_was_written_and_drawn(made, tmp_path):

@@ -64,9 +64,9 @@ def verdict(report: dict, model: str) -> str:
         best = min((peer for peer in found if peer != "course"), key=lambda peer: found[peer][column])
         mine, other = found["course"][column], found[best][column]
         if mine <= other:
-            won.append(f"{title} 领先，第二名 {NAMES[best]} 是它的 {other / mine:.2f} 倍")
+            won.append(f"{title} 领先，第二名「{NAMES[best]}」是它的 {other / mine:.2f} 倍")
         else:
-            lost.append(f"{title} 落后于 {NAMES[best]}，是它的 {mine / other:.2f} 倍")
+            lost.append(f"{title} 落后于「{NAMES[best]}」，是它的 {mine / other:.2f} 倍")
     return f"{TITLES[model]}：{'；'.join(won + lost)}。"
 
 
