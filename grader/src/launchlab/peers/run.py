@@ -9,6 +9,7 @@ from contextlib import suppress
 from datetime import date
 from importlib import metadata
 from pathlib import Path
+from statistics import median
 
 from launchlab import paths
 from launchlab.device import gpu
@@ -21,7 +22,7 @@ from launchlab.peers.stream import recorded
 
 ROUNDS = 3  # of the whole stream, in steady state
 BEFORE = 8  # requests before the clock in each round: the GPU has just served another process
-PLANS, ROUNDS_TAKE = 0.4, 40.0  # the share of the time that building may take; seconds kept back for the rounds
+PLANS, SLACK = 0.4, 10.0  # the share of the time that building may take; seconds kept back beside those for the rounds
 LAST = "torch.compile"  # it takes the longest to get ready, so it starts when all others have
 PACKAGES = (
     "torch",
@@ -73,9 +74,9 @@ class _Comparison:
             order = [peer for peer in reversed(PEERS) if peer != LAST]
             for model in MODELS:
                 for peer in order:
-                    self._start(peer, model, self._left() - ROUNDS_TAKE)
+                    self._start(peer, model, self._left() - self._rounds_take())
             for number, model in enumerate(MODELS):
-                self._start(LAST, model, (self._left() - ROUNDS_TAKE) / (len(MODELS) - number))
+                self._start(LAST, model, (self._left() - self._rounds_take()) / (len(MODELS) - number))
             for number in range(ROUNDS):
                 self._say(f"第 {number + 1} 轮，{len(self._alive)} 个")
                 for key in list(self._alive)[:: 1 if number % 2 else -1]:
@@ -163,6 +164,11 @@ class _Comparison:
             if not error.absent:
                 print("\n".join(process.log.read_text(encoding="utf-8", errors="replace").splitlines()[-25:]), flush=True)
         self._write()
+
+    def _rounds_take(self) -> float:
+        """Seconds that the rounds of those who have served the stream will take, by their median request."""
+        fresh = [each["fresh"] for each in self._report["peers"] if "fresh" in each]
+        return ROUNDS * sum(median(us) * len(us) for us in fresh) / 1e6 + SLACK
 
     def _left(self) -> float:
         return self._seconds - (time.monotonic() - self._began)
