@@ -288,9 +288,9 @@ def test_lent_memory_is_read_and_written_once_the_partys_work_is_done():
 
 def test_every_instrument_defines_what_it_is_called_by():
     """Each is sent to another process as source, and has to stand there alone."""
-    names = [path.stem for path in Path(planted.__file__).parent.glob("*.py") if path.stem != "__init__"]
-    assert names
-    for name in names:
+    files = {path.stem for path in Path(planted.__file__).parent.glob("*.py")}
+    assert {*planted.FILES.values(), "__init__"} == files
+    for name in planted.FILES:
         tree = ast.parse(planted.source(name))
         assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
         imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
