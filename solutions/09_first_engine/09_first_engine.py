@@ -1366,30 +1366,6 @@ def strided(wide):
 def turned(array):
     return array.T
 """
-# A kernel that was put into the stream before still runs when a call that does not wait comes back. It is asked of the event
-# behind that kernel: who waits first and then enqueues leaves work of its own in the stream.
-BUSY = r"""
-import cupy
-import numpy
-
-spin = cupy.RawKernel(r'extern "C" __global__ void spin(unsigned long long ns) { unsigned long long start, now; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start)); do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < ns); }', "spin")
-
-def comes_back(call, arguments, stream):
-    with stream:
-        spin((1,), (1,), (numpy.uint64(0),))
-    stream.synchronize()
-    for ns in (20_000_000, 60_000_000, 200_000_000):  # longer if the machine may just have been busy
-        goes_on = cupy.cuda.Event(disable_timing=True)
-        with stream:
-            spin((1,), (1,), (numpy.uint64(ns),))
-        goes_on.record(stream)
-        call(*arguments)
-        early = not goes_on.done
-        stream.synchronize()
-        if early:
-            return True
-    return False
-"""
 PROXY = """
 import tensorrt as trt
 from launchlab import lab
@@ -1451,8 +1427,9 @@ check.equal(honest.get("journal"), [student.value("stream").get("ptr")] * 6, why
 first_runner.infer(first_buffers)
 check.equal(first_buffers["y"].read(), first_want, why="又建了一个 Runner 以后，原来的那一个结果不对：它们各有各的引擎、上下文和要求。")
 buffers, want = sets[0]
+held_up = student.plant("held_up")
 check.that(
-    student.define(BUSY, "comes_back")(first_runner.get("infer"), [first_buffers], student.value("stream")),
+    any(held_up(student.value("stream"), ms, first_runner.get("infer"), first_buffers)[0] for ms in (20, 60, 200)),  # longer if the machine may just have been busy
     why="infer 等到 GPU 做完才返回：stream 上先放一个长内核，再调用 infer，返回时长内核已经结束了。入队以前、以后都不要等，等不等由调用者决定。",
 )
 strided, turned = student.define(SHAPES, "strided"), student.define(SHAPES, "turned")
@@ -1662,37 +1639,6 @@ def watched(make_stepper, blocks, x, refuse):
         cupy.cuda.runtime.deviceSynchronize()
     return [raised, len(seen)]
 """
-# A stream that is held up: who waits does not come back, and what changes meanwhile was not put into the stream.
-HELD_UP = """
-import cupy
-import cupyx
-
-spin = cupy.RawKernel(r'extern "C" __global__ void spin(unsigned long long ns) { unsigned long long start, now; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start)); do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < ns); }', "spin")
-
-def held_up(step, stream, x):
-    \"\"\"[did a step come back before its stream went on, did x change before that]\"\"\"
-    aside, before, then = cupy.cuda.Stream(non_blocking=True), *(cupyx.empty_pinned(x.shape, x.dtype) for _ in range(2))
-    with stream:
-        spin((1,), (1,), (cupy.uint64(0),))
-    stream.synchronize()
-    for ns in (40_000_000, 100_000_000, 250_000_000):  # longer if the machine may just have been busy
-        before[...] = cupy.asnumpy(x, stream=stream)
-        goes_on = cupy.cuda.Event(disable_timing=True)
-        with stream:
-            spin((1,), (1,), (cupy.uint64(ns),))
-        goes_on.record(stream)
-        step()
-        early = not goes_on.done
-        with aside:
-            spin((1,), (1,), (cupy.uint64(5_000_000),))  # time for what went elsewhere to arrive
-        x.data.copy_to_host_async(then.ctypes.data, x.nbytes, aside)
-        aside.synchronize()
-        told = not goes_on.done  # else what was read is of no meaning
-        stream.synchronize()
-        if early and told:
-            return [True, bool((before != then).any())]
-    return [False, False]
-"""
 TENANTS = """
 def tenants(stream, rows, width):
     import gc, cupy
@@ -1718,7 +1664,11 @@ for _ in range(3):
     data = x.write(secret.integers(-8, 8, (rows, width)).astype(np.float32))
 for other in others:
     check.equal(other, np.full((rows, width), 77, np.float32), why="推理写坏了别人的数组：输出的缓冲已经被回收，引擎还在往老地址写。请让 step 留住它。")
-early, changed = student.define(HELD_UP, "held_up")(step, student.value("stream"), x)
+overtakes = student.plant("overtakes")
+for ms in (40, 100, 250):  # longer if the machine may just have been busy
+    early, changed = overtakes(student.value("stream"), ms, x, step)
+    if early:
+        break
 check.that(early, why="流里别人的工作还没做完，step 就一直没有返回：它是不是等了 GPU？入队和拷贝都放在 stream 上，马上返回。")
 check.that(not changed, why="stream 里前面的工作还没做完，x 就变了：有工作没有放在 stream 上。")
 data = x.write(secret.integers(-8, 8, (rows, width)).astype(np.float32))

@@ -1433,31 +1433,6 @@ class Broken:
         for each in self.kept:
             setattr(*each)
 """
-BUSY = """
-import cupy
-import numpy
-
-occupy = cupy.RawKernel(r'''extern "C" __global__ void occupy(unsigned long long ns) {
-    unsigned long long start, now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
-    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < ns);
-}''', "occupy")
-
-
-def returned(stream, function, *args):
-    '''Whether a call comes back while the stream is still held up by a kernel in front of it. Waits at the end.'''
-    goes_on = cupy.cuda.Event(disable_timing=True)
-    with stream:
-        occupy((1,), (1,), (numpy.uint64(1000),))  # compiles
-        stream.synchronize()
-        occupy((1,), (1,), (numpy.uint64(200_000_000),))
-    goes_on.record(stream)
-    try:
-        function(*args)
-        return not goes_on.done  # not the stream: what the call has put into it may be unfinished, though it waited
-    finally:
-        stream.synchronize()
-"""
 INFER = "def infer(live, length): live.infer(length)"
 
 
@@ -1524,9 +1499,9 @@ class Desk:
 
     def returns_at_once(self, lengths):
         """Requests behind work that takes long: one of them at least must have returned before that was done."""
-        returned, infer, early = student.define(BUSY, "returned"), student.define(INFER, "infer"), False
+        held_up, infer, early = student.plant("held_up"), student.define(INFER, "infer"), False
         for length in lengths:
-            early = returned(student.value("stream"), infer, self.live, length) or early
+            early = held_up(student.value("stream"), 200, infer, self.live, length)[0] or early
             self.data = reference.served(self.data, length, self.n)
         check.equal(self.x.read(), self.data, why="stream 正忙的时候来了几个请求，结果不对。")
         check.that(early, why="stream 正忙的时候，infer 一直等到它做完才返回：infer 只提交，不等待。")
@@ -1980,34 +1955,9 @@ for pick in (len(lengths) - 1, 0, 0, 1, 0):
     student.value("stream").synchronize()
     data = advanced(data, lengths, n, [pick])
     check.equal(x.read(), data, why="一个一个地来，结果不对：可执行图停在哪个长度上，要跨过 serve 的每次调用记住。")
-BUSY = """
-import cupy
-import numpy
-
-occupy = cupy.RawKernel(r'''extern "C" __global__ void occupy(unsigned long long ns) {
-    unsigned long long start, now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
-    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < ns);
-}''', "occupy")
-
-
-def returned(stream, function, *args):
-    '''Whether a call comes back while the stream is still held up by a kernel in front of it. Waits at the end.'''
-    goes_on = cupy.cuda.Event(disable_timing=True)
-    with stream:
-        occupy((1,), (1,), (numpy.uint64(1000),))  # compiles
-        stream.synchronize()
-        occupy((1,), (1,), (numpy.uint64(200_000_000),))
-    goes_on.record(stream)
-    try:
-        function(*args)
-        return not goes_on.done  # not the stream: what the call has put into it may be unfinished, though it waited
-    finally:
-        stream.synchronize()
-"""
-returned = student.define(BUSY, "returned")
+held_up = student.plant("held_up")
 for pick in (1, 0, 1):
-    early = returned(student.value("stream"), serve, [pick])
+    early, _ = held_up(student.value("stream"), 200, serve, [pick])
     data = advanced(data, lengths, n, [pick])
     check.equal(x.read(), data, why="stream 正忙的时候来了一个请求，结果不对。")
     if early:
@@ -2259,36 +2209,11 @@ lone = Walk(1)
 for number in (int(secret.integers(2, 10**6)), 1, 2):
     lone.walks([number], "只有一个数")
 walk.walks(secret.integers(1, 60000, size), "两个循环轮流用")
-BUSY = """
-import cupy
-import numpy
-
-occupy = cupy.RawKernel(r'''extern "C" __global__ void occupy(unsigned long long ns) {
-    unsigned long long start, now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
-    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < ns);
-}''', "occupy")
-
-
-def returned(stream, function, *args):
-    '''Whether a call comes back while the stream is still held up by a kernel in front of it. Waits at the end.'''
-    goes_on = cupy.cuda.Event(disable_timing=True)
-    with stream:
-        occupy((1,), (1,), (numpy.uint64(1000),))  # compiles
-        stream.synchronize()
-        occupy((1,), (1,), (numpy.uint64(200_000_000),))
-    goes_on.record(stream)
-    try:
-        function(*args)
-        return not goes_on.done  # not the stream: what the call has put into it may be unfinished, though it waited
-    finally:
-        stream.synchronize()
-"""
-returned = student.define(BUSY, "returned")
+held_up = student.plant("held_up")
 for _ in range(3):
     numbers = walk.x.write(secret.integers(1, 60000, size).astype(np.uint64))
     walk.total = walk.total + walked(numbers)
-    early = returned(student.value("stream"), walk.loop)
+    early, _ = held_up(student.value("stream"), 200, walk.loop)
     check.equal(walk.steps.read(), walk.total, why="stream 正忙的时候启动，步数不对：循环要排在 stream 上已有的工作后面，由 GPU 自己走完。")
     if early:
         break
