@@ -839,7 +839,7 @@ for index in range(min(6, towers[2].engine.num_layers)):
 #
 # 下面左图里，“引擎的层”和“捕获到的内核”两条线要是重在一起，就是在这里每一层恰好是一个内核。
 #
-# 层少了，启动就少了，CPU 就闲了。把同样的塔用 CuPy 逐层启动（每层 `cp.matmul`、加一、`cp.tanh` 三个调用），和引擎轮流上场：
+# 层少了，启动就少了，CPU 要做的也少了。把同样的塔用 CuPy 逐层启动（每层 `cp.matmul`、加一、`cp.tanh` 三个调用），和引擎轮流上场：
 
 # %% tags=["demo", "gpu"]
 submits = {depth: lab.compare_us(tower.layer_by_layer, tower.enqueue) for depth, tower in towers.items()}
@@ -873,9 +873,10 @@ lab.say(
 
 # %% [markdown]
 # 一次 `execute_async_v3` 看起来是一个调用，里面仍然要**逐个启动**引擎的每个内核：入队的 CPU 时间随内核数上升。
-# 引擎省的是“合成以后内核少了”和“启动在 C++ 里做”两份；把剩下的启动也省掉，要靠 CUDA 图。
+# 在 CPU 上，引擎省的是“合成以后内核少了”和“启动在 C++ 里做”两份；把剩下的启动也省掉，要靠 CUDA 图。
 #
-# 这里快多少，一大半来自 Python 逐层调用的开销；网络再大一些，GPU 忙起来，差距就会缩小。以你自己的图为准。
+# 逐层的那条线，右图比中间那张高出来的，是 CPU 交完以后 GPU 还在做的。所以端到端快多少，既看 Python 逐层调用有多贵，
+# 也看 GPU 上的内核要跑多久；网络再大一些，GPU 忙起来，差距就会缩小。以你自己的图为准。
 #
 # 最后看看每一步各要多少时间，它决定了什么该在服务启动时做，什么可以每个请求做：
 
