@@ -853,7 +853,10 @@ others = student.define(kit, "tenants")(lanes_here, sizes)
 for _ in range(3):
     order = [int(n) for n in secret.choice([20, *lengths], 5)]
     asked(server, [*order, order[-1], order[0]], "一口气交进来的几个请求，有一个不对。拷进、启动、拷出三步都要在 stream 上：在别的流上拷，会盖掉还没用完的数据。", ms=30)
-spent = asked(server, [20, lengths[0], 20], "一口气交进来的请求不对。", ms=120)
+for _ in range(3):  # again if the machine may just have been busy
+    spent = asked(server, [20, lengths[0], 20], "一口气交进来的请求不对。", ms=120)
+    if spent < 80:
+        break
 check.that(spent < 80, why="infer 在主机上等了 GPU。三步都放在 stream 上，次序就对了，不用等。")
 check.that(rig.get("contexts") <= 4 and len(rig.get("enqueues")) <= 8, why="每种长度最多 1 个上下文、2 次入队。缓冲每次都是新的，不能靠重新捕获。")
 check.equal(sorted({line[4] for line in rig.get("enqueues") if line[2]}), sorted({20, *lengths}), why="每种长度都要捕获一张图，用的是交给你的引擎。")
@@ -952,7 +955,10 @@ for _ in range(4):
 asked(server, [rows, 20, 9], "前一个请求里有 NaN，后面的请求也坏了。0 乘 NaN 还是 NaN：填充的行里，x 也要写成有限的数。", spoilt=[0])
 for _ in range(2):
     asked(server, [rows - 1, 30, rows - 5, 9], "一口气交进来的几个请求，有一个不对。写哨兵也要在 stream 上，否则会改到前一个请求还没用完的缓冲。", ms=30)
-spent = asked(server, [30, 20, 40], "一口气交进来的请求不对。", ms=120)
+for _ in range(3):  # again if the machine may just have been busy
+    spent = asked(server, [30, 20, 40], "一口气交进来的请求不对。", ms=120)
+    if spent < 80:
+        break
 check.that(spent < 80, why="infer 在主机上等了 GPU。全都放在 stream 上，次序就对了，不用等。")
 check.that(rig.get("contexts") <= 1 and len(rig.get("enqueues")) <= 2, why="桶只有一个，上下文 1 个、入队 2 次就够了。不要按长度重新捕获。")
 check.equal([line[4] for line in rig.get("enqueues") if line[2]], [rows], why="应当捕获正好一张图，桶有多少行，它就有多少行，用的是交给你的引擎。")
@@ -1468,7 +1474,10 @@ for name in ("wide", "tight"):
     twin_rig, twin_send = opened(name, reference)  # should TensorRT itself wait here, nobody is blamed for it
     asked(twin_rig, twin_send, inside, [0, 1], "参考实现的结果不对。")
     patience = asked(twin_rig, twin_send, inside * 3, [0, 1] * 3, "参考实现的结果不对。", ms=200)
-    spent = asked(rig, send, inside * 3, [0, 1] * 3, "一口气交进来的请求，有一个不对。", ms=200)
+    for _ in range(3):  # again if the machine may just have been busy
+        spent = asked(rig, send, inside * 3, [0, 1] * 3, "一口气交进来的请求，有一个不对。", ms=200)
+        if spent < max(130, 1.5 * patience):
+            break
     check.that(spent < max(130, 1.5 * patience), why="infer 在主机上等了 GPU。同一条流上，换形状、换地址都不用等前一个做完。")
     check.equal(rig.get("refusals"), 0, why="TensorRT 说了“不”：应当先自己查范围，不合法的形状根本不交给上下文。被拒绝了一半的上下文处在什么状态，没有人保证。")
     check.that(rig.get("contexts") <= 2 and rig.get("switches") <= 2, why="每个 Profile 一个上下文，构造时选好 Profile，以后不再切换，也不再新建。")
@@ -1562,7 +1571,10 @@ rig = student.define(kit, "Watched")(student.load(reference.make_plan("wide")), 
 server = student.FixedEvent(rig, n)
 begun = rig.count()
 asked(server, [30, 0], "换一个行数，数据慢的时候结果不对。", n=n)
-spent = asked(server, [0, 30, 0], "一口气交进来的请求不对。", ms=120, n=n)
+for _ in range(3):  # again if the machine may just have been busy
+    spent = asked(server, [0, 30, 0], "一口气交进来的请求不对。", ms=120, n=n)
+    if spent < 80:
+        break
 check.that(spent < 80, why="infer 在主机上等了。事件让一条流等另一条流，主机不用停：用 wait_event，不要用 synchronize。")
 amount = int(secret.integers(100, 10000))
 rig.mark(amount)  # all that was captured adds it to y: who enqueues has none of it
@@ -1701,7 +1713,10 @@ _, _, twin = opened(3, reference)  # should TensorRT itself wait here, nobody is
 worked(twin, every_lane, twice, "参考实现的结果不对。")
 patience = worked(twin, every_lane, twice, "参考实现的结果不对。", ms=200)
 worked(shift, every_lane, twice, "三条道交错，有一个请求不对。")
-spent = worked(shift, every_lane, twice, "三条道都正忙的时候，有一个请求不对。", ms=200)
+for _ in range(3):  # again if the machine may just have been busy
+    spent = worked(shift, every_lane, twice, "三条道都正忙的时候，有一个请求不对。", ms=200)
+    if spent < max(130, 1.5 * patience):
+        break
 check.that(spent < max(130, 1.5 * patience), why="start 或 go 在主机上等了 GPU。各用各的上下文，谁也不用等谁。")
 ### END HIDDEN TESTS
 
@@ -2178,8 +2193,12 @@ def opened(n, mood=""):
 rig, server, x, host = opened(40)
 check.that(server.get("graph") is not None, why="老实的引擎，捕获应当成功，graph 不该是 None。捕获里的哪一步让它作废了？")
 check.nodes(server.get("graph"), kernels=(33, None), why="图里应当有引擎的内核和 32 个小内核。")
-spent = send(server, lanes_here, [[]] * 3, 120)
-check.equal(x, reference.stepped(host, 3), why="走了三步，x 不对。")
+for _ in range(3):  # again if the machine may just have been busy
+    spent = send(server, lanes_here, [[]] * 3, 120)
+    host = reference.stepped(host, 3)
+    if spent < 80:
+        break
+check.equal(x, host, why="一口气走几步，x 不对。")
 check.equal([server.get("fallbacks"), server.get("reason")], [0, ""], why="没有回退的时候，fallbacks 是 0，reason 是空字符串。")
 state = secret.integers(-8, 8, (40, 64)).astype(np.float32)
 blank = np.zeros((40, 64), np.float32)
@@ -2302,7 +2321,10 @@ for _ in range(2):
 twin = reference.FixedContext(reference.load(plan))  # should TensorRT itself wait here, nobody is blamed for it
 asked(twin, [20, 300], "参考实现的结果不对。", side=reference)
 patience = asked(twin, [20, 300, 20], "参考实现的结果不对。", ms=200, side=reference)
-spent = asked(server, [20, 300, 20], "一口气交进来的请求不对。", ms=200)
+for _ in range(3):  # again if the machine may just have been busy
+    spent = asked(server, [20, 300, 20], "一口气交进来的请求不对。", ms=200)
+    if spent < max(130, 1.5 * patience):
+        break
 check.that(spent < max(130, 1.5 * patience), why="infer 在主机上等了 GPU。同一条流上，改形状、改地址都不用等前一个请求做完。")
 check.that(rig.get("contexts") == 1, why="从头到尾只应当有一个上下文，换长度也不用新建。")
 ### END HIDDEN TESTS
