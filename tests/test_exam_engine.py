@@ -267,7 +267,7 @@ class Enqueues(Party):
         return 1
 
     def exchange(self, request, blobs, seconds):
-        if request["op"] == "settle":
+        if request["op"] == "probe":
             for value in self.lent.coming:
                 self.lent.write(value)
             self.lent.coming.clear()

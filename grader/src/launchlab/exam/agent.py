@@ -8,7 +8,6 @@ for the honest learner: it keeps its own names, and it never leaves an error una
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import linecache
@@ -146,11 +145,6 @@ class Agent:
         self._buffers[buffer] = cupy.ndarray(tuple(shape), np.dtype(dtype), memory)
         return True
 
-    def _op_settle(self) -> None:
-        """Wait for all that this process has enqueued. What the device says against that, the probe tells at the end."""
-        with contextlib.suppress(Exception):
-            synchronize()
-
     def _op_write(self, buffer: Any, data: np.ndarray) -> None:
         synchronize()
         buffer.set(data)
@@ -167,10 +161,7 @@ class Agent:
         return self._keep(Instantiated(target))
 
     def _op_probe(self) -> str | None:
-        """Name of the CUDA error that has poisoned this process's context, or None."""
-        cupy = sys.modules.get("cupy")
-        if cupy is None:
-            return None
+        """Wait for the device; the name of the CUDA error that has poisoned this process's context, or None."""
         try:
             synchronize()
         except Exception as error:  # noqa: BLE001 - whatever it is, the context is unusable

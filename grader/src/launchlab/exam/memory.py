@@ -99,7 +99,8 @@ class Buffer:
         if self.party is None:
             self._initial = data.copy()
         elif self.block is not None:
-            self._settle(at_rest)
+            if not at_rest:
+                self._settle()
             self.block.write(data)
         else:
             self.party.ask("write", buffer=self, data=data)
@@ -110,17 +111,18 @@ class Buffer:
         if self.party is None:
             return self._initial.copy()
         if self.block is not None:
-            self._settle(at_rest)
+            if not at_rest:
+                self._settle()
             return self.block.read(np.empty(self.shape, self.dtype))
         return self.shaped(self.party.ask("read", buffer=self))
 
-    def _settle(self, at_rest: bool) -> None:
+    def _settle(self) -> None:
         """Let what the party has enqueued end first: a right answer may come back long before its work is done.
 
         On a GPU that others use, the examiner's copy would else overtake it. A party that says so too early spoils its own result.
+        What the device says against waiting is told by the probe after the exercise.
         """
-        if not at_rest:
-            self.party.ask("settle")
+        self.party.ask("probe")
 
     def poison(self) -> None:
         """Fill with bytes 0xA5, so that an output never written cannot look right."""
