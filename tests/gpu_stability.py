@@ -126,7 +126,7 @@ def is_busy(number: int) -> bool:
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("out", type=Path)
-    arguments.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join([*CASES, *NEAR])}; all, if none is named")
+    arguments.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join([*CASES, *NEAR])}; all, if none is named".replace("%", "%%"))
     arguments.add_argument("--seconds", type=float, default=550.0)
     arguments.add_argument("--exams", type=int, default=200)
     arguments.add_argument("--gpus", type=int, default=1)

@@ -1,10 +1,12 @@
 """The exam's own parts: from samples to verdicts, the wire, comparisons, and what is measured of whom."""
 
+import ast
 import json
 import math
 import types
 from collections import Counter, OrderedDict, defaultdict
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,12 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from launchlab.exam import judge, timing, wire
+from launchlab.exam import judge, planted, timing, wire
 from launchlab.exam.check import CannotTell, Check, CheckFailed
 from launchlab.exam.compare import difference
 from launchlab.exam.memory import Buffer
-from launchlab.exam.party import Party
-from launchlab.exam.remote import Handle
+from launchlab.exam.party import OpenParty, Party
+from launchlab.exam.remote import Handle, Namespace
 
 QUICK = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -282,6 +284,24 @@ def test_lent_memory_is_read_and_written_once_the_partys_work_is_done():
     party.lent.coming.append(np.full(4, 8, np.uint32))
     buffer.poison()
     assert buffer.read().view(np.uint8).tolist() == [0xA5] * 16, "what was enqueued before wrote over what the examiner wrote after"
+
+
+def test_every_instrument_defines_what_it_is_called_by():
+    """Each is sent to another process as source, and has to stand there alone."""
+    files = {path.stem for path in Path(planted.__file__).parent.glob("*.py")}
+    assert {*planted.FILES.values(), "__init__"} == files
+    for name in planted.FILES:
+        tree = ast.parse(planted.source(name))
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert not [each for each in imported if each.split(".")[0] == "launchlab"], "the sandbox shows little of the package"
+
+
+@pytest.mark.parametrize("name", ["nothing", "../memory", "__init__"])
+def test_an_instrument_that_is_not_there_is_named(name):
+    with pytest.raises(ValueError, match="no instrument"):
+        Namespace(OpenParty()).plant(name)
 
 
 def exam(monkeypatch, student_type: type, per_run: float, best: float = 2.5e-4, baseline: float = 1.3e-3) -> tuple[Check, str]:

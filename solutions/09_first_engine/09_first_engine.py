@@ -1239,7 +1239,7 @@ check.raises("BuildError", student.build_mlp, [one[0], (np.ones((widths[1] + 1, 
 # `Runner(runtime, plan)`：加载计划，建好上下文。引擎或上下文没有得到，抛 `LoadError`。
 #
 # `runner.infer(buffers)`：`buffers` 是字典，名字 → 缓冲，输入和输出都在里面。先检查**全部**缓冲，再绑定，再在给定的 `stream` 上入队，
-# 不等 GPU 做完就返回 `None`：
+# 不等 GPU 做完（`stream` 上先排着的工作也不等）就返回 `None`：
 #
 # | 情况 | 抛出 |
 # |:--|:--|
@@ -1367,27 +1367,6 @@ def strided(wide):
 def turned(array):
     return array.T
 """
-# What a call leaves behind it: a kernel that was put into the stream before still runs when a call that does not wait comes back.
-BUSY = r"""
-import cupy
-import numpy
-
-spin = cupy.RawKernel(r'extern "C" __global__ void spin(unsigned long long ns) { unsigned long long start, now; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start)); do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < ns); }', "spin")
-
-def busy_after(call, arguments, stream):
-    with stream:
-        spin((1,), (1,), (numpy.uint64(0),))
-    stream.synchronize()
-    for _ in range(3):  # again only if the machine may just have been busy
-        with stream:
-            spin((1,), (1,), (numpy.uint64(20_000_000),))
-        call(*arguments)
-        busy = not stream.done
-        stream.synchronize()
-        if busy:
-            return True
-    return False
-"""
 PROXY = """
 import tensorrt as trt
 from launchlab import lab
@@ -1449,9 +1428,10 @@ check.equal(honest.get("journal"), [student.value("stream").get("ptr")] * 6, why
 first_runner.infer(first_buffers)
 check.equal(first_buffers["y"].read(), first_want, why="又建了一个 Runner 以后，原来的那一个结果不对：它们各有各的引擎、上下文和要求。")
 buffers, want = sets[0]
+held_up = student.plant("held_up")
 check.that(
-    student.define(BUSY, "busy_after")(first_runner.get("infer"), [first_buffers], student.value("stream")),
-    why="infer 等到 GPU 做完才返回：stream 上先放一个长内核，再调用 infer，返回时长内核已经结束了。入队以后马上返回，等不等由调用者决定。",
+    any(held_up(student.value("stream"), ms, first_runner.get("infer"), first_buffers)[0] for ms in (20, 60, 200)),  # longer if the machine may just have been busy
+    why="infer 等到 GPU 做完才返回：stream 上先放一个长内核，再调用 infer，返回时长内核已经结束了。入队以前、以后都不要等，等不等由调用者决定。",
 )
 strided, turned = student.define(SHAPES, "strided"), student.define(SHAPES, "turned")
 single = {shape: on_gpu(np.ones(shape, np.float32)) for shape in ((cols, rows), (rows + 1, cols), (rows, cols - 1), (rows * cols,), (1, rows, cols), (rows, 2 * cols))}
@@ -1660,37 +1640,6 @@ def watched(make_stepper, blocks, x, refuse):
         cupy.cuda.runtime.deviceSynchronize()
     return [raised, len(seen)]
 """
-# A stream that is held up: who waits does not come back, and what changes meanwhile was not put into the stream.
-HELD_UP = """
-import cupy
-import cupyx
-
-spin = cupy.RawKernel(r'extern "C" __global__ void spin(unsigned long long ns) { unsigned long long start, now; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start)); do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < ns); }', "spin")
-
-def held_up(step, stream, x):
-    \"\"\"[did a step come back before its stream went on, did x change before that]\"\"\"
-    aside, before, then = cupy.cuda.Stream(non_blocking=True), *(cupyx.empty_pinned(x.shape, x.dtype) for _ in range(2))
-    with stream:
-        spin((1,), (1,), (cupy.uint64(0),))
-    stream.synchronize()
-    for ns in (40_000_000, 100_000_000, 250_000_000):  # longer if the machine may just have been busy
-        before[...] = cupy.asnumpy(x, stream=stream)
-        goes_on = cupy.cuda.Event(disable_timing=True)
-        with stream:
-            spin((1,), (1,), (cupy.uint64(ns),))
-        goes_on.record(stream)
-        step()
-        early = not goes_on.done
-        with aside:
-            spin((1,), (1,), (cupy.uint64(5_000_000),))  # time for what went elsewhere to arrive
-        x.data.copy_to_host_async(then.ctypes.data, x.nbytes, aside)
-        aside.synchronize()
-        told = not goes_on.done  # else what was read is of no meaning
-        stream.synchronize()
-        if early and told:
-            return [True, bool((before != then).any())]
-    return [False, False]
-"""
 TENANTS = """
 def tenants(stream, rows, width):
     import gc, cupy
@@ -1716,7 +1665,11 @@ for _ in range(3):
     data = x.write(secret.integers(-8, 8, (rows, width)).astype(np.float32))
 for other in others:
     check.equal(other, np.full((rows, width), 77, np.float32), why="推理写坏了别人的数组：输出的缓冲已经被回收，引擎还在往老地址写。请让 step 留住它。")
-early, changed = student.define(HELD_UP, "held_up")(step, student.value("stream"), x)
+overtakes = student.plant("overtakes")
+for ms in (40, 100, 250):  # longer if the machine may just have been busy
+    early, changed = overtakes(student.value("stream"), ms, x, step)
+    if early:
+        break
 check.that(early, why="流里别人的工作还没做完，step 就一直没有返回：它是不是等了 GPU？入队和拷贝都放在 stream 上，马上返回。")
 check.that(not changed, why="stream 里前面的工作还没做完，x 就变了：有工作没有放在 stream 上。")
 data = x.write(secret.integers(-8, 8, (rows, width)).astype(np.float32))
@@ -1790,7 +1743,7 @@ check.that(isinstance(enqueued, int) and enqueued > 0, why="快，可是没有�
 # 给教师：练习一的隐藏测试里，编号 0、空列表、不返回东西的调用都出现在成功的位置，`returned in (None, False)` 会把编号 0 认成失败；
 # 回声和失败以后的日志也在里面。练习二的隐藏测试用方阵（转置也装得下）、float64 和按列存放的权重：没有转换、转换错了，或者反复用同一块缓冲，结果就会错；
 # 只给地址又没有留住数组的，还可能崩溃，那时只有这道题失分。练习三用夹在中间的 `Runtime`、`Engine`、`Context` 替身逐个制造 `None` 和 `False`，并记下入队用的流。
-# 练习三、四都查“不等待”：先在流里放一个长内核，再让 `Runner` 或 `step` 入队，它们返回的时候，长内核应当还在跑。练习四还看 `x`：长内核没有做完它就变了，说明有工作放到了别的流上。
+# 练习三、四都查“不等待”：先在流里放一个长内核，再让 `Runner` 或 `step` 入队，它们返回的时候，长内核应当还在跑。问的是紧跟在长内核后面的事件，不是整条流：先等再入队的，返回时流里还有它自己的工作，只看流就看不出来。练习四还看 `x`：长内核没有做完它就变了，说明有工作放到了别的流上。
 # 这里不靠捕获来查，因为驱动不许在捕获中启动图，那样会错怪把入队捕获成图的写法。
 # 练习四还数 `execute_async_v3` 被调用了几次：把 CuPy 内核录成一张图也够快，但没有引擎。
 # 练习四的状态全是整数，任何策略都没有误差，所以可以逐字节地证明每一轮都做了；不设上限，因为学生也可以把入队捕获成图，那样更快，而且是对的。

@@ -622,7 +622,7 @@ hit = [f"“{name}”" for name in list(counts)[:2] if counts[name]]
 lab.say(
     lab.table(("排法", f"{2 * TRIALS} 个答案里错了"), list(counts.items()))
     + f"\n\n单独跑的时候，两个答案{'都对' if alone_right else '就不对，这张表不算数'}。"
-    + (f"撞上了的：{'、'.join(hit)}。**没有一个返回 `False`，没有一行日志。**" if hit else "这一次没有撞上。")
+    + (f"撞上了的：{'、'.join(hit)}。**没有一个返回 `False`，没有一行日志**。" if hit else "这一次没有撞上。")
     + ("" if len(hit) == 2 else "没有用事件、又没有撞上的，不等于安全：换一块 GPU、换一个形状，就可能撞上。")
 )
 
@@ -1502,7 +1502,7 @@ def captures(audit, task, desk, which, x, y):
         accepted = enqueue(context, stream_handle)
         if not cp.cuda.runtime.streamIsCapturing(stream_handle):
             time.sleep(0.03)
-            early.append(cp.cuda.ExternalStream(stream_handle).done and not a.done)  # in this order: if the gate gives way meanwhile, both are done
+            early.append(cp.cuda.runtime.streamQuery(stream_handle) == 0 and not a.done)  # in this order: if the gate gives way meanwhile, both are done
         return accepted
 
     audit.hold(a)

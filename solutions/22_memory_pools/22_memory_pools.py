@@ -2039,17 +2039,28 @@ def ledger(server):
     used, reserved = read(server.pool, "UsedMemCurrent"), read(server.pool, "ReservedMemCurrent")
     return [used, reserved, read(default, "ReleaseThreshold"), int(int(server.pool) in (int(default), int(current)))]
 """
+HELD_UP = """
+from time import sleep
+
+
+def waits(server, x, sizes, launch_spin, stream):
+    \"\"\"Whether the stream is done when the server comes back, though a kernel held it up before.\"\"\"
+    with stream:
+        launch_spin(50000)
+    server(x, sizes)
+    sleep(0.002)  # if the last thing that it did was to free
+    return stream.done
+"""
 ledger = student.define(LEDGER, "ledger")
+given = [student.value(name) for name in ("launch_spin", "stream")]
 MB = 1 << 20
 data = np.arange(1000, dtype=np.uint32)
 x = on_gpu(data)
 server = student.PooledServer()
 before = ledger(server)
-server(x, [MB, 8 * MB, 2 * MB])
-early = x.read()  # as the server left it: reading waits for nobody
-server.run(0)  # the whole device is done
+check.that(student.define(HELD_UP, "waits")(server, x, [MB, 8 * MB, 2 * MB], *given), why="server 返回的时候，stream 还没有做完：每个请求都要等 stream，结果才交得出去。")
 check.equal(x.read(), reference.served(data, [MB, 8 * MB, 2 * MB]), why="三个请求以后 x 不对。第 i 个请求的序号是 i，大小是 sizes[i] 吗？")
-check.equal(early, x.read(), why="server 返回的时候，x 还没有算完，过一会儿才对：每个请求都要等 stream，结果才交得出去。内核也在 stream 上吗？")
+server.run(0)  # the whole device is done: what the pool gives back is given back
 after = ledger(server)
 check.equal(after[0], 0, why="请求都做完了，池子的 used 却不是 0：每块暂存区都要还。")
 check.that(after[1] >= 8 * MB, why="请求做完以后，池子把显存都交还给了驱动：同步的时候，超过门槛的空闲部分会交还。门槛是多少？（如果暂存区不是从 server.pool 来的，这里也会是 0。）")
@@ -2065,31 +2076,33 @@ import cupy
 from cuda.bindings import driver, runtime
 
 
-def idle(stream):
-    \"\"\"1 if all of the stream's work is done, or done within 2 ms; else 0.\"\"\"
+def over(events):
+    \"\"\"1 if all of them have passed, or do within 2 ms; else 0.\"\"\"
     until = perf_counter() + 0.002
-    while not stream.done and perf_counter() < until:
+    while not all(event.done for event in events) and perf_counter() < until:
         pass
-    return int(stream.done)
+    return int(all(event.done for event in events))
 
 
-def watched(server, x, sizes, launch_request, launch_spin, stream):
-    \"\"\"Serve, with every request kept busy for a while after its kernels.
+def watched(server, x, sizes, launch_request, launch_spin):
+    \"\"\"Serve, with every request kept busy for a while after its kernels, on the stream on which they are.
 
-    Returns ([[whether the stream was idle at a request's launch, whether the pool lent that much then], ...], idle in the end).
+    Returns ([[whether all before was over at a request's launch, whether the pool lent that much then], ...], all over in the end).
     \"\"\"
-    names, told = launch_request.__globals__, []
+    names, told, events = launch_request.__globals__, [], []
 
     def noted(x, scratch, nbytes, i):
         used = int(runtime.cudaMemPoolGetAttribute(server.pool, runtime.cudaMemPoolAttr.cudaMemPoolAttrUsedMemCurrent)[1])
-        told.append([idle(stream), int(used >= nbytes)])
+        told.append([over(events), int(used >= nbytes)])
         launch_request(x, scratch, nbytes, i)
         launch_spin(20000)
+        events.append(cupy.cuda.Event(disable_timing=True))
+        events[-1].record()  # on the current stream, as the launches
 
     names["launch_request"] = noted
     try:
         server(x, sizes)
-        return told, idle(stream)
+        return told, over(events)
     finally:
         names["launch_request"] = launch_request
 
@@ -2115,11 +2128,10 @@ def gone(server, x, nbytes):
     cupy.cuda.runtime.deviceSynchronize()
     return int(bool(calls) or cupy.cuda.runtime.memGetInfo()[0] - free >= nbytes // 2)
 """
-given = [student.value(name) for name in ("launch_request", "launch_spin", "stream")]
 third, sizes = student.PooledServer(), [4 * int(words) for words in secret.integers(2000, 3_000_000, 6)]
 data = x.write(secret.integers(0, 2**32, data.size, dtype=np.uint32))
-told, done = student.define(AROUND, "watched")(third, x, sizes, *given)
-check.that(all(each[0] for each in [*told, [done]]), why="一个请求还没有做完，下一个就启动了，或者最后一个没有做完就返回了：每个请求都要等 stream，结果才交得出去。")
+told, done = student.define(AROUND, "watched")(third, x, sizes, student.value("launch_request"), given[0])
+check.that(all(each[0] for each in [*told, [done]]), why="一个请求还没有做完，下一个就启动了，或者最后一个没有做完就返回了：每个请求都要等 stream，内核也要在 stream 上，结果才交得出去。")
 check.equal(x.read(), reference.served(data, sizes), why="几个请求以后 x 不对。")
 check.that(all(each[1] for each in told), why="请求启动的时候，server.pool 没有借出这么多：每个请求的暂存区都要从 server.pool 里来。")
 third.close()
@@ -2231,8 +2243,10 @@ lab.say(
 # 练习三用计数的 `cudaStreamEndCapture`、`cudaGraphDestroy` 看定义有没有销毁；分配器按线程还原。
 # 练习四门槛 0 的池子结果正确，但留不住显存，速度也不够。计时的时候每个请求之后都由考官等一次设备，所以不等 `stream` 换不来速度，
 # 也救不了门槛 0；考官每问一次学习者的进程，本身就要几毫秒，机器忙的时候还忽长忽短，所以一次调用做二十四个请求，免得它们淹没在里面。
-# 等没等、暂存区是不是从 `server.pool` 来，由套在 `launch_request` 外面的一层查看：每个请求后面空转 20 ms，没等的一定看得出来，
-# 所以它排在看结果之前。参考实现的池子在这一题完了以后销毁，免得每评一份答卷就留下一个。
+# 等没等、暂存区是不是从 `server.pool` 来，由套在 `launch_request` 外面的一层查看：每个请求后面空转 20 ms，再记一个事件，
+# 下一个请求启动、`server` 返回的时候，事件都应当已经完成；没等的，或者内核没放在 `stream` 上的，一定看得出来，所以它排在看结果之前。
+# 看得见的那一次先让 `stream` 空转 50 ms，学习者在笔记本里就能知道自己没等；考官读 `x` 会等，看不出来。
+# 参考实现的池子在这一题完了以后销毁，免得每评一份答卷就留下一个。
 
 # %% [markdown]
 # ## 小结

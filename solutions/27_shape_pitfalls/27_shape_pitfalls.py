@@ -324,18 +324,28 @@ import time
 import cupy as cp
 import numpy as np
 
-SPIN = r"""
+SOURCE = r"""
 extern "C" __global__ void spin(unsigned long long ns) {
     unsigned long long start, now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
     do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < ns);
 }
+
+extern "C" __global__ void add(float *y, int size, const float *amount) {
+    int t = blockIdx.x * blockDim.x + threadIdx.x;
+    if (t < size && *amount != 0.0f) y[t] += *amount;
+}
 """
-kernel = cp.RawModule(code=SPIN).get_function("spin")
+module = cp.RawModule(code=SOURCE)
+spin_kernel, add_kernel = (module.get_function(name) for name in ("spin", "add"))
 
 
 def spin(ms):
-    kernel((1,), (1,), (np.uint64(ms * 1_000_000),))
+    spin_kernel((1,), (1,), (np.uint64(ms * 1_000_000),))
+
+
+def add(address, size, amount):
+    add_kernel((-(-size // 256),), (256,), (np.uint64(address), np.int32(size), amount))
 
 
 def wait():
@@ -343,6 +353,8 @@ def wait():
 
 
 spin(0)
+trial = cp.zeros(2, cp.float32)
+add(trial.data.ptr, 1, trial[1:])
 wait()
 
 
@@ -397,7 +409,11 @@ class Context:
             return self._noted(False)
         if capturing and watched.mood == "deaf":
             stream_handle = watched.elsewhere.ptr
-        return self._noted(self._real.execute_async_v3(stream_handle))
+        accepted = self._noted(self._real.execute_async_v3(stream_handle))
+        if capturing and accepted and watched.mood == "marked":
+            with cp.cuda.Stream.from_external(Foreign(stream_handle)):
+                add(self._real.get_tensor_address("y"), int(np.prod(tuple(self._real.get_tensor_shape("y")))), watched.amount)
+        return accepted
 
     def __del__(self):
         watched = self._watched
@@ -407,10 +423,12 @@ class Context:
 
 class Watched:
     """Stands for an engine. mood: "" honest; "shy" refuses to be captured, "torn" too, when something is recorded already; "deaf" enqueues elsewhere
-    while capturing; "slow" spins first."""
+    while capturing; "slow" spins first; "marked" adds to y, in all that is captured of it, the amount that mark(amount) has set last."""
 
     def __init__(self, engine, stream, mood=""):
         self.engine, self.stream, self.mood, self.elsewhere = engine, stream, mood, cp.cuda.Stream(non_blocking=True)
+        self.amount = cp.zeros(1, cp.float32)
+        wait()
         self.real, self.enqueues, self.contexts, self.switches, self.refusals, self.alive, self.dropped_busy = [], [], 0, 0, 0, 0, 0
 
     def __getattr__(self, name):
@@ -418,6 +436,11 @@ class Watched:
 
     def count(self):
         return len(self.enqueues)
+
+    def mark(self, amount):
+        wait()
+        self.amount.fill(amount)
+        wait()
 
     def create_execution_context(self, *arguments, **more):
         real = self.engine.create_execution_context(*arguments, **more)
@@ -440,30 +463,6 @@ def burst(target, lane, requests, ms=0):
         spent = (time.perf_counter() - begin) * 1000
         wait()
     return spent
-
-
-def launches(target, lane, request):
-    """How many graphs target.infer(*request) launches on lane, told by capturing it; None where that cannot be captured."""
-    from contextlib import suppress
-
-    from cuda.bindings import runtime
-
-    wait()
-    graph, refused = None, False
-    lane.begin_capture()
-    try:
-        target.infer(*request)
-    except Exception:
-        refused = True
-    finally:
-        with suppress(cp.cuda.runtime.CUDARuntimeError):
-            graph = lane.end_capture()
-    if refused or graph is None:
-        return None
-    definition = runtime.cudaGraph_t(int(graph.graph))
-    count = runtime.cudaGraphGetNodes(definition, 0)[-1]
-    nodes = list(runtime.cudaGraphGetNodes(definition, count)[1])[:count] if count else []
-    return sum(runtime.cudaGraphNodeGetType(node)[1].name.endswith("TypeGraph") for node in nodes)
 
 
 def tenants(stream, sizes):
@@ -826,15 +825,15 @@ def drawn(length):
     return secret.integers(-8, 9, (length, 64)).astype(np.float32)
 
 
-def asked(server, lengths, why, ms=0):
-    """Requests with new buffers, without waiting in between; all must be right. Returns ms on the host."""
+def asked(server, lengths, why, ms=0, amount=0):
+    """Requests with new buffers, without waiting in between; all must be right, and have the amount. Returns ms on the host."""
     hosts = [drawn(n) for n in lengths]
     calls = [[on_gpu(host), on_gpu(np.zeros_like(host))] for host in hosts]
     for _, y in calls:
         y.poison()
     spent = send(server, lanes_here, calls, ms)
     for host, (x, y) in zip(hosts, calls, strict=True):
-        check.equal(y, reference.expected(host), why=why)
+        check.equal(y, reference.expected(host) + np.float32(amount), why=why)
         check.equal(x, host, why="调用者的 x 被改了。图要用自己的缓冲，别把结果写进别人的 x。")
     kept_buffers.extend(calls)
     return spent
@@ -854,18 +853,22 @@ others = student.define(kit, "tenants")(lanes_here, sizes)
 for _ in range(3):
     order = [int(n) for n in secret.choice([20, *lengths], 5)]
     asked(server, [*order, order[-1], order[0]], "一口气交进来的几个请求，有一个不对。拷进、启动、拷出三步都要在 stream 上：在别的流上拷，会盖掉还没用完的数据。", ms=30)
-spent = asked(server, [20, lengths[0], 20], "一口气交进来的请求不对。", ms=120)
+for _ in range(3):  # again if the machine may just have been busy
+    spent = asked(server, [20, lengths[0], 20], "一口气交进来的请求不对。", ms=120)
+    if spent < 80:
+        break
 check.that(spent < 80, why="infer 在主机上等了 GPU。三步都放在 stream 上，次序就对了，不用等。")
 check.that(rig.get("contexts") <= 4 and len(rig.get("enqueues")) <= 8, why="每种长度最多 1 个上下文、2 次入队。缓冲每次都是新的，不能靠重新捕获。")
 check.equal(sorted({line[4] for line in rig.get("enqueues") if line[2]}), sorted({20, *lengths}), why="每种长度都要捕获一张图，用的是交给你的引擎。")
-trusted = reference.FixedAddress(reference.load(reference.make_plan("wide")))
-counted = []
-for side, one in ((student, server), (reference, trusted)):
-    call = [on_gpu(drawn(20)), on_gpu(np.zeros((20, 64), np.float32))]
-    one.infer(*call)
-    counted.append(side.define(kit, "launches")(one, side.value("stream"), call))
-    kept_buffers.append(call)
-check.that(None in counted or counted[0] >= counted[1], why="见过的长度，infer 里没有图启动：不要再逐次入队，启动做好的那张图。")
+# What does the work? All that was captured adds an amount to y, which is drawn when the graphs are there: who enqueues has none of it.
+marked = student.define(kit, "Watched")(student.load(reference.make_plan("wide")), lanes_here, "marked")
+server = student.FixedAddress(marked)
+for _ in range(2):
+    asked(server, [20, lengths[0]], "又造一个，两种长度轮流来，有一个不对。")
+for _ in range(2):
+    amount = int(secret.integers(100, 10000))
+    marked.mark(amount)
+    asked(server, [lengths[0], 20, 20], "见过的长度，infer 里没有图启动，或者 y 不是图算出来的：考官让每张录下来的图都给 y 加上一个数，这一次的 y 里却没有它。不要再逐次入队，启动做好的那张图，把它的结果拷出去。", amount=amount)
 for other in others:
     check.equal(other, np.full(other.numpy().shape, 0x5A5A5A5A, np.int32), why="重放写坏了别人的数组：固定缓冲已经被回收，图还在往老地址写。请把它们和图一起留住。")
 ### END HIDDEN TESTS
@@ -922,8 +925,8 @@ send = student.define(kit, "burst")
 lanes_here = student.value("stream")
 
 
-def asked(server, lengths, why, ms=0, spoilt=()):
-    """Requests without waiting in between; all but the spoilt ones must be right. Returns ms on the host."""
+def asked(server, lengths, why, ms=0, spoilt=(), amount=0):
+    """Requests without waiting in between; all but the spoilt ones must be right, and have the amount. Returns ms on the host."""
     hosts = [secret.integers(-8, 9, (n, 64)).astype(np.float32) for n in lengths]
     for which in spoilt:
         hosts[which][-3:] = np.nan
@@ -933,7 +936,7 @@ def asked(server, lengths, why, ms=0, spoilt=()):
     spent = send(server, lanes_here, calls, ms)
     for number, (host, (_, y)) in enumerate(zip(hosts, calls, strict=True)):
         if number not in spoilt:
-            check.equal(y, reference.expected(host), why=why)
+            check.equal(y, reference.expected(host) + np.float32(amount), why=why)
     return spent
 
 
@@ -952,17 +955,21 @@ for _ in range(4):
 asked(server, [rows, 20, 9], "前一个请求里有 NaN，后面的请求也坏了。0 乘 NaN 还是 NaN：填充的行里，x 也要写成有限的数。", spoilt=[0])
 for _ in range(2):
     asked(server, [rows - 1, 30, rows - 5, 9], "一口气交进来的几个请求，有一个不对。写哨兵也要在 stream 上，否则会改到前一个请求还没用完的缓冲。", ms=30)
-spent = asked(server, [30, 20, 40], "一口气交进来的请求不对。", ms=120)
+for _ in range(3):  # again if the machine may just have been busy
+    spent = asked(server, [30, 20, 40], "一口气交进来的请求不对。", ms=120)
+    if spent < 80:
+        break
 check.that(spent < 80, why="infer 在主机上等了 GPU。全都放在 stream 上，次序就对了，不用等。")
 check.that(rig.get("contexts") <= 1 and len(rig.get("enqueues")) <= 2, why="桶只有一个，上下文 1 个、入队 2 次就够了。不要按长度重新捕获。")
 check.equal([line[4] for line in rig.get("enqueues") if line[2]], [rows], why="应当捕获正好一张图，桶有多少行，它就有多少行，用的是交给你的引擎。")
-trusted = reference.FixedPadding(reference.load(reference.make_plan("wide")), rows)
-counted = []
-for side, one in ((student, server), (reference, trusted)):
-    call = [on_gpu(np.zeros((20, 64), np.float32)), on_gpu(np.zeros((20, 64), np.float32))]
-    one.infer(*call)
-    counted.append(side.define(kit, "launches")(one, side.value("stream"), call))
-check.that(None in counted or counted[0] >= counted[1], why="infer 里没有图启动：不要再逐次入队，启动做好的那张图。")
+# What does the work? All that was captured adds an amount to y, which is drawn when the graph is there: who enqueues has none of it.
+marked = student.define(kit, "Watched")(student.load(reference.make_plan("wide")), lanes_here, "marked")
+server = student.FixedPadding(marked, rows)
+asked(server, [rows, 20], "又造一个，两个请求有一个不对。")
+for _ in range(2):
+    amount = int(secret.integers(100, 10000))
+    marked.mark(amount)
+    asked(server, [int(n) for n in secret.integers(8, rows + 1, 3)], "infer 里没有图启动，或者 y 不是图算出来的：考官让录下来的图给 y 加上一个数，这一次的 y 里却没有它。不要再逐次入队，启动做好的那张图，从它的结果里取 y。", amount=amount)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -1467,7 +1474,10 @@ for name in ("wide", "tight"):
     twin_rig, twin_send = opened(name, reference)  # should TensorRT itself wait here, nobody is blamed for it
     asked(twin_rig, twin_send, inside, [0, 1], "参考实现的结果不对。")
     patience = asked(twin_rig, twin_send, inside * 3, [0, 1] * 3, "参考实现的结果不对。", ms=200)
-    spent = asked(rig, send, inside * 3, [0, 1] * 3, "一口气交进来的请求，有一个不对。", ms=200)
+    for _ in range(3):  # again if the machine may just have been busy
+        spent = asked(rig, send, inside * 3, [0, 1] * 3, "一口气交进来的请求，有一个不对。", ms=200)
+        if spent < max(130, 1.5 * patience):
+            break
     check.that(spent < max(130, 1.5 * patience), why="infer 在主机上等了 GPU。同一条流上，换形状、换地址都不用等前一个做完。")
     check.equal(rig.get("refusals"), 0, why="TensorRT 说了“不”：应当先自己查范围，不合法的形状根本不交给上下文。被拒绝了一半的上下文处在什么状态，没有人保证。")
     check.that(rig.get("contexts") <= 2 and rig.get("switches") <= 2, why="每个 Profile 一个上下文，构造时选好 Profile，以后不再切换，也不再新建。")
@@ -1529,8 +1539,11 @@ send, late = student.define(kit, "burst"), student.define(kit, "Late")
 lanes_here = student.value("stream")
 
 
-def asked(server, delays, why, ms=0, n=40):
-    """Requests whose data come after these ms, `stream` being busy for ms, without waiting in between. Returns ms on the host."""
+def asked(server, delays, why, ms=0, n=40, amount=0):
+    """Requests whose data come after these ms, `stream` being busy for ms, without waiting in between; all must be right, and have the amount.
+
+    Returns ms on the host.
+    """
     hosts = [secret.integers(-8, 9, (n, 64)).astype(np.float32) for _ in delays]
     sources, targets = [on_gpu(host) for host in hosts], [on_gpu(np.zeros_like(host)) for host in hosts]
     writers = [late(source, delay, lanes_here) for source, delay in zip(sources, delays, strict=True)]
@@ -1538,7 +1551,7 @@ def asked(server, delays, why, ms=0, n=40):
         y.poison()
     spent = send(server, lanes_here, [[writer, y] for writer, y in zip(writers, targets, strict=True)], ms)
     for host, y in zip(hosts, targets, strict=True):
-        check.equal(y, reference.expected(host), why=why)
+        check.equal(y, reference.expected(host) + np.float32(amount), why=why)
     check.that(not any(writer.get("same") for writer in writers), why="write 应当在自己的流 arrivals 上调用。挪到 stream 上结果是对的，可是数据和推理再也不能重叠。")
     return spent
 
@@ -1554,12 +1567,18 @@ sluggish = student.FixedEvent(student.define(kit, "Watched")(student.load(refere
 for _ in range(2):
     asked(sluggish, [0, 0, 0], "图自己很慢的时候，结果不对：后一个请求的数据盖掉了图还没读的 x。“读完了”的事件要记在图的后面，不是前面。")
 n = int(secret.integers(8, 300))
-rig = student.define(kit, "Watched")(student.load(reference.make_plan("wide")), lanes_here)
+rig = student.define(kit, "Watched")(student.load(reference.make_plan("wide")), lanes_here, "marked")
 server = student.FixedEvent(rig, n)
 begun = rig.count()
 asked(server, [30, 0], "换一个行数，数据慢的时候结果不对。", n=n)
-spent = asked(server, [0, 30, 0], "一口气交进来的请求不对。", ms=120, n=n)
+for _ in range(3):  # again if the machine may just have been busy
+    spent = asked(server, [0, 30, 0], "一口气交进来的请求不对。", ms=120, n=n)
+    if spent < 80:
+        break
 check.that(spent < 80, why="infer 在主机上等了。事件让一条流等另一条流，主机不用停：用 wait_event，不要用 synchronize。")
+amount = int(secret.integers(100, 10000))
+rig.mark(amount)  # all that was captured adds it to y: who enqueues has none of it
+asked(server, [0, 10], "y 不是图算出来的：考官让录下来的图给 y 加上一个数，这一次的 y 里却没有它。infer 里只启动做好的那张图，从它的结果里取 y。", n=n, amount=amount)
 check.equal(rig.count(), begun, why="infer 里应当只启动图，不再入队。")
 ### END HIDDEN TESTS
 
@@ -1694,7 +1713,10 @@ _, _, twin = opened(3, reference)  # should TensorRT itself wait here, nobody is
 worked(twin, every_lane, twice, "参考实现的结果不对。")
 patience = worked(twin, every_lane, twice, "参考实现的结果不对。", ms=200)
 worked(shift, every_lane, twice, "三条道交错，有一个请求不对。")
-spent = worked(shift, every_lane, twice, "三条道都正忙的时候，有一个请求不对。", ms=200)
+for _ in range(3):  # again if the machine may just have been busy
+    spent = worked(shift, every_lane, twice, "三条道都正忙的时候，有一个请求不对。", ms=200)
+    if spent < max(130, 1.5 * patience):
+        break
 check.that(spent < max(130, 1.5 * patience), why="start 或 go 在主机上等了 GPU。各用各的上下文，谁也不用等谁。")
 ### END HIDDEN TESTS
 
@@ -2021,14 +2043,14 @@ def pairs_of(lengths):
     return [[on_gpu(np.zeros((n, 64), np.float32)), on_gpu(np.zeros((n, 64), np.float32))] for n in lengths]
 
 
-def asked(server, calls, order, why, ms=0):
-    """Requests in this order, without waiting; all must be right."""
+def asked(server, calls, order, why, ms=0, amount=0):
+    """Requests in this order, without waiting; all must be right, and have the amount."""
     hosts = [x.write(secret.integers(-8, 9, x.shape).astype(np.float32)) for x, _ in calls]
     for _, y in calls:
         y.poison()
     send(server, lanes_here, [calls[i] for i in order], ms)
     for i in set(order):
-        check.equal(calls[i][1], reference.expected(hosts[i]), why=why)
+        check.equal(calls[i][1], reference.expected(hosts[i]) + np.float32(amount), why=why)
 
 
 rig = student.define(kit, "Watched")(student.load(plan), lanes_here)
@@ -2075,6 +2097,13 @@ check.that(single.count() <= 6 and single.get("dropped_busy") == 0, why="容量�
 begun = len(rig.get("enqueues"))
 asked(server, calls, [0, capacity, 0], "扔过一个以后，有一个不对。")
 check.that(len(rig.get("enqueues")) - begun <= 2, why="0 号刚刚用过，来了新的键，应当扔掉最久没用过的，而不是它。")
+marked = student.define(kit, "Watched")(student.load(plan), lanes_here, "marked")
+server = student.FixedRecapture(marked, 2)
+for _ in range(2):
+    asked(server, calls[:2], [0, 1, 0, 1], "又造一个，两个键轮流来，有一个不对。")
+amount = int(secret.integers(100, 10000))
+marked.mark(amount)  # all that was captured adds it to y: who enqueues has none of it
+asked(server, calls[:2], [1, 0], "见过的键，y 不是图算出来的：考官让录下来的图都给 y 加上一个数，这一次的 y 里却没有它。见过的键只启动它的图，不再入队。", amount=amount)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -2164,8 +2193,12 @@ def opened(n, mood=""):
 rig, server, x, host = opened(40)
 check.that(server.get("graph") is not None, why="老实的引擎，捕获应当成功，graph 不该是 None。捕获里的哪一步让它作废了？")
 check.nodes(server.get("graph"), kernels=(33, None), why="图里应当有引擎的内核和 32 个小内核。")
-spent = send(server, lanes_here, [[]] * 3, 120)
-check.equal(x, reference.stepped(host, 3), why="走了三步，x 不对。")
+for _ in range(3):  # again if the machine may just have been busy
+    spent = send(server, lanes_here, [[]] * 3, 120)
+    host = reference.stepped(host, 3)
+    if spent < 80:
+        break
+check.equal(x, host, why="一口气走几步，x 不对。")
 check.equal([server.get("fallbacks"), server.get("reason")], [0, ""], why="没有回退的时候，fallbacks 是 0，reason 是空字符串。")
 state = secret.integers(-8, 8, (40, 64)).astype(np.float32)
 blank = np.zeros((40, 64), np.float32)
@@ -2288,7 +2321,10 @@ for _ in range(2):
 twin = reference.FixedContext(reference.load(plan))  # should TensorRT itself wait here, nobody is blamed for it
 asked(twin, [20, 300], "参考实现的结果不对。", side=reference)
 patience = asked(twin, [20, 300, 20], "参考实现的结果不对。", ms=200, side=reference)
-spent = asked(server, [20, 300, 20], "一口气交进来的请求不对。", ms=200)
+for _ in range(3):  # again if the machine may just have been busy
+    spent = asked(server, [20, 300, 20], "一口气交进来的请求不对。", ms=200)
+    if spent < max(130, 1.5 * patience):
+        break
 check.that(spent < max(130, 1.5 * patience), why="infer 在主机上等了 GPU。同一条流上，改形状、改地址都不用等前一个请求做完。")
 check.that(rig.get("contexts") == 1, why="从头到尾只应当有一个上下文，换长度也不用新建。")
 ### END HIDDEN TESTS
@@ -2506,6 +2542,10 @@ check.equal([student.suspects(case) for case in ward], [truth(case) for case in 
 # | 10 | TensorRT#3501 | 上下文个数 |
 #
 # 测试用的仪器（`INSTRUMENTS`）取自参考进程，学习者改不到；它留住真的上下文，所以“在跑的时候被扔掉”只记一笔，不会让进程崩溃。
+#
+# 一、二、六、八号要求干活的是图。只数入队还不够：绕过仪器、直接用真的上下文入队，仪器数不到。所以有一种引擎（`"marked"`）在捕获里的每次入队后面
+# 再录一个小内核，它给 `y` 加上一个数；这个数等图都录好了才抽，之前是 0。图算出来的 `y` 带着它，逐次入队算出来的没有；
+# 用哪个 API 启动、图存在哪里，都不管。
 
 # %% [markdown]
 # ## 小结

@@ -11,6 +11,7 @@ Who is who, from the inside out:
 * `process`   a party in a kernel, with a notebook's cells run in it; started anew after accidents
 * `examine`   the examiner: `Master` (the solution notebook), `Reference` (its process), verdicts
 * `check`     what test cells call; leaves records. `timing` measures, `judge` decides from records
+* `planted`   instruments that test cells plant in the other two processes
 * `report`, `show`  verdicts as data, and as outputs of a notebook
 """
 
